@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_2bw.models import cluster, model
@@ -25,6 +25,7 @@ PAPER = Space(
     virtual=(1,),
     uneven=False,
     extra_warmup=False,
+    host=False,
 )
 
 
@@ -81,13 +82,6 @@ def shape_of(row: dict[str, str], name: str, **more: int) -> model.Model:
 def a100_cost(shape: model.Model, gpus: int) -> Cost:
     """On servers of 8 A100-80GB, with Megatron of that time: no flash attention, blocking exchanges."""
     return Cost(shape, cluster.preset("dgx-a100-80", -(-gpus // 8)), "bf16", flash=False, old_exchange=True)
-
-
-def paper_cost(name: str, servers: int) -> Cost:
-    """A model of the paper on its V100 servers. Its code did not sum the gradients of tied embeddings over stages, and
-    had other communicators than this project's: a fifth of the memory stays free for them."""
-    shape = replace(model.preset(name, 512), tied=False)
-    return Cost(shape, cluster.preset("p3.16xlarge", servers), "fp16", flash=False, margin=0.2)
 
 
 def best(cost: Cost, space: Space) -> Plan | None:

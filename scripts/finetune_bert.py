@@ -7,8 +7,8 @@
 
 All other flags are those of transformers' TrainingArguments, whose defaults here are the task's settings in
 scripts/paper.yaml. After any end the same command continues from the last whole checkpoint of a seed, and without the
-seeds that have ended. `choice` is made of the built-in corpus; its validation examples are of the documents that
---split 90,10,0 keeps out of pretraining too.
+seeds that have ended. `choice` and `order` are made of the built-in corpus; their validation examples are of the
+documents that --split 90,10,0 keeps out of pretraining too.
 
 Invariant: results.json in --out holds the accuracies of one model under one group of settings, and only of seeds that
 ended normally. An input is [CLS] first [SEP] second [SEP], as in Megatron's pretraining.
@@ -48,7 +48,7 @@ def example(task: str, row: Mapping[str, Any]) -> tuple[Pairs, int]:
     """(pairs, label) of a row as its dataset has it: one pair, or one for each choice."""
     if task == "mnli":
         return [(row["premise"], row["hypothesis"])], row["label"]
-    if task == "choice":
+    if "dataset" not in TASKS[task]:
         return [(row["text"], ending) for ending in row["endings"]], row["label"]
     # RACE: the answer fills the question's gap, else follows it; it comes before the article, as in Megatron's data.
     question = row["question"]
@@ -90,9 +90,10 @@ def spans(text: str) -> list[str]:
 
 
 def small_task(task: str, max_bytes: int = DEFAULT_MAX_BYTES) -> dict[str, list[dict[str, Any]]]:
-    """Rows of a span and of four that may follow it: one does (the label), three are of other documents."""
+    """Rows of a span and others. choice: of four one follows it (the label), and three are of other documents. order:
+    one that follows it (0), comes before it (1), or is of another document (2)."""
     documents, rows = [spans(text) for text in read_library(max_bytes)], {}
-    at, choices = len(documents) * 9 // 10, TASKS[task]["choices"]
+    at, choices = len(documents) * 9 // 10, TASKS[task].get("choices", 3)
     for split, own in (("train", documents[:at]), ("validation", documents[at:])):
         own = [document for document in own if len(document) > 1]
         draw, rows[split] = random.Random(f"{task} {split}"), []
@@ -102,8 +103,12 @@ def small_task(task: str, max_bytes: int = DEFAULT_MAX_BYTES) -> dict[str, list[
             others = draw.sample([other for other in own if other is not document], choices - 1)
             label = draw.randrange(choices)
             endings = [draw.choice(other) for other in others]
-            endings.insert(label, document[place + 1])
-            rows[split].append({"text": document[place], "endings": endings, "label": label})
+            first, then = document[place : place + 2]
+            if task == "order":
+                first, *endings = [[first, then], [then, first], [first, endings[0]]][label]
+            else:
+                endings.insert(label, then)
+            rows[split].append({"text": first, "endings": endings, "label": label})
     return rows
 
 
@@ -208,7 +213,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
     parser = HfArgumentParser(TrainingArguments, description=__doc__.splitlines()[0], allow_abbrev=False)
     option = parser.add_argument
-    option("--task", choices=tuple(TASKS), required=True, help="choice: of the built-in corpus")
+    option("--task", choices=tuple(TASKS), required=True, help="choice, order: of the built-in corpus")
     option("--model", type=Path, required=True, metavar="DIR", help="a MegatronBert of transformers, with a tokenizer")
     option("--dataset", metavar="NAME|DIR", help="of the Hub, or a folder of SPLIT.jsonl (default: the task's)")
     option("--out", type=Path, metavar="DIR", help="default: out/finetune/TASK-MODEL")

@@ -80,11 +80,56 @@ class Panel:
         return " ".join(words).split()
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What the paper leaves open, or a constant of the cost model without a source (`readings` of paper.yaml).
+
+    both      of both rank orders the faster one counts
+    same      all systems have 2BW's microbatch
+    free      messages between stages take no time
+    ahead     2BW hides its messages behind more forwards
+    channels  of NCCL's communicators; 0: those of the links (models/cluster.py)
+    margin    as Cost's
+    """
+
+    name: str = ""
+    says: str = ""
+    both: bool = False
+    same: bool = False
+    free: bool = False
+    ahead: bool = False
+    channels: int = 0
+    margin: float | None = None
+
+    @property
+    def of_memory(self) -> bool:
+        return bool(self.channels) or self.margin is not None
+
+
+FIRST = Reading()
+READINGS = [Reading(**entry) for entry in PAPER["readings"]]
+
+
+class FreeMessages(Cost):
+    """Of stages whose messages take no time."""
+
+    def _messages(self, plan: Plan) -> list[tuple[float, float]]:
+        return [(0.0, 0.0)] * plan.depth
+
+
 @lru_cache
-def cost_of(name: str, shape: tuple[tuple[str, int], ...], cluster: Cluster, precision: str) -> Cost:
-    """The paper's code did not sum the gradients of tied embeddings over stages."""
+def cost_of(
+    name: str, cluster: Cluster | int, precision: str = "fp16", reading: Reading = FIRST, *shape: tuple[str, int]
+) -> Cost:
+    """Of a preset's model on a cluster, or on so many of the paper's servers. The paper's code did not sum the
+    gradients of tied embeddings over stages."""
+    if isinstance(cluster, int):
+        cluster = replace(named_cluster("p3.16xlarge"), servers=cluster)
     derived = dict(groups=0, head_size=0, ffn=0)  # from heads and hidden
-    return Cost(replace(preset(name), tied=False, **derived, **dict(shape)), cluster, precision)
+    model = replace(preset(name), tied=False, **derived, **{"sequence": 512, **dict(shape)})
+    cost = (FreeMessages if reading.free else Cost)(model, cluster, precision, margin=reading.margin)
+    cost.channels = reading.channels or cost.channels
+    return cost
 
 
 @dataclass(frozen=True)
@@ -96,6 +141,7 @@ class Run:
     batch: int
     microbatch: int
     recompute: str = "full"
+    reading: Reading = FIRST
 
     @property
     def name(self) -> str:
@@ -104,13 +150,25 @@ class Run:
         recompute = self.recompute if self.recompute != "full" else ""
         return "-".join(filter(None, [self.panel.figure, self.panel.model, system, sizes, recompute, self.panel.label]))
 
-    @property
-    def cost(self) -> Cost:
+    def cost_of(self, reading: Reading) -> Cost:
         """Of the planner, on the panel's GPUs."""
         panel = self.panel
         sizes = {"servers": panel.servers, "gpus_per_server": panel.gpus_per_server}
         cluster = replace(named_cluster(panel.cluster), **sizes, profile=None)
-        return cost_of(panel.model, panel.shape, cluster, panel.precision or PAPER["training"]["precision"])
+        precision = panel.precision or PAPER["training"]["precision"]
+        return cost_of(panel.model, cluster, precision, reading, *panel.shape)
+
+    @property
+    def cost(self) -> Cost:
+        return self.cost_of(self.reading)
+
+    def speed(self) -> float:
+        """Samples/s, whether it fits or not."""
+        plan, clock = self.plan, self.cost_of(FIRST) if self.reading.of_memory else self.cost
+        if self.reading.ahead:
+            plan = plan.changed(extra_warmup=self.cost.extra_warmup(plan))
+        orders = [plan, plan.changed(pipeline_inside=True)][: 1 + self.reading.both]
+        return plan.global_batch / min(map(clock.seconds, orders))
 
     @cached_property
     def plan(self) -> Plan | None:
@@ -142,11 +200,14 @@ class Run:
 
 
 def grid(
-    panels: Sequence[Panel], systems: Sequence[str] = tuple(SYSTEMS), microbatches: Sequence[int] = ()
+    panels: Sequence[Panel],
+    systems: Sequence[str] = tuple(SYSTEMS),
+    microbatches: Sequence[int] = (),
+    reading: Reading = FIRST,
 ) -> list[Run]:
     """All runs that are legal. microbatches: instead of the panels' own."""
     runs = [
-        Run(panel, system, batch, microbatch, recompute)
+        Run(panel, system, batch, microbatch, recompute, reading)
         for panel in panels
         for batch in panel.batches
         for system in panel.systems or systems

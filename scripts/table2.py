@@ -144,7 +144,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     option("--models", type=models, default=[], metavar="LABEL=DIR,...", help="BERTs")
     option("--gpt", type=models, default=[], metavar="LABEL=DIR,...", help="GPTs, for the perplexity")
     option(
-        "--tasks", type=names_of(TASKS[:-1]), default=("mnli", "race"), metavar="NAME,...", help="of mnli,race,choice"
+        "--tasks",
+        type=names_of(TASKS[:-1]),
+        default=("mnli", "race"),
+        metavar="NAME,...",
+        help="of mnli,race,choice,order",
     )
     option("--wikitext", metavar="FILE", help='JSON lines with "page", instead of the Hub\'s')
     option("--seeds", default="1,2,3", metavar="N,...", help="of the finetuning (1,2,3)")

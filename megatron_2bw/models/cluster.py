@@ -44,6 +44,12 @@ class Link(Described):
         """Bytes per second of one message between two GPUs of a server."""
         return self.message_gb_s * 1e9 or self.among(2)
 
+    @property
+    def channels(self) -> int:
+        """Of a collective of NCCL among a server's GPUs, by the rate of its links (github.com/NVIDIA/nccl): 2 over PCIe
+        (issue 1358), 12 over a V100's NVLink (713), 24 over later ones (1781)."""
+        return 2 if self.gb_s < 50 else 12 if self.gb_s < 200 else 24
+
     def __str__(self) -> str:
         few = {"2 GPUs": self.pair_gb_s, "4 GPUs": self.four_gb_s, "a message": self.message_gb_s}
         others = ", ".join(f"{name} {rate:.4g}" for name, rate in few.items() if rate)

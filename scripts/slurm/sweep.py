@@ -37,7 +37,7 @@ from megatron_2bw.models.model import PRESETS
 from megatron_2bw.slurm import status
 from megatron_2bw.start.torchrun import ROOT
 from megatron_2bw.words import split_flags
-from scripts.paper_data import PAPER, SYSTEMS, Panel, Run, grid, panels
+from scripts.paper_data import FIRST, PAPER, SYSTEMS, Panel, Run, grid, panels
 from scripts.paper_figures import largest_panels
 
 AGAIN = ("failed", "timeout")  # out of memory is a result
@@ -149,7 +149,7 @@ def stored(out: Path) -> list[tuple[Run, str, Path]]:
     found = []
     for path in sorted(out.glob("*/run.json")):
         content = json.loads(path.read_text())
-        run = Run(**content["run"] | {"panel": Panel.of(content["run"]["panel"])})
+        run = Run(**content["run"] | {"panel": Panel.of(content["run"]["panel"]), "reading": FIRST})
         if run.name == path.parent.name:
             found.append((run, str(content["job"]), path.parent))
     return found

@@ -43,20 +43,20 @@ ROOTS = 4  # bytes a parameter of torch's Adam on a GPU: the square roots of all
 
 # Bytes of a communicator of NCCL, as users report them; not measured here. Two A100 on NVLink take 544 MB, more of them
 # 688 MB (github.com/NVIDIA/nccl, issue 964). For messages over 32 channels, an H100 takes 3.28 GB with seven others
-# (issue 1685): 235 MB for one direction to one neighbour. The bytes are linear in the channels (issue 864), and a run
-# has 4 for messages (flags/environment.py). Collectives over a network take less.
-LINK, PAIR, GROUP = 235e6 * 4 / 32, 544e6, 688e6
+# (issue 1685): 235 MB for one direction to one neighbour. The bytes are linear in the channels (issue 864): a run has 4
+# for messages (flags/environment.py), and PAIR and GROUP have CHANNELS. Collectives over a network take less.
+LINK, PAIR, GROUP, CHANNELS = 235e6 * 4 / 32, 544e6, 688e6, 24
 # Bytes of a CUDA context with the libraries' workspaces (a typical value), and the share of the allocated bytes that
 # torch reserves on top: in 43 runs of SimuMax on B200 at most 9.3 % (docs/b200).
 CONTEXT, FRAGMENTS = 0.75 * GIB, 0.1
 
 
-def communicators(plan: Plan, stage: int) -> list[float]:
+def communicators(plan: Plan, stage: int, tied: bool = True) -> list[float]:
     """Bytes of each communicator of NCCL with several ranks that a GPU of the stage holds for this project's schedules.
 
     One for each neighbour and direction, and one more for each forward of extra warm-up; the pipeline's, over which
-    Megatron's evaluations send; with a late step, twins of the data-parallel group and of the embeddings'. Megatron's
-    other communicators come on top, and those of one rank.
+    Megatron's evaluations send; with a late step, twins of the data-parallel group and of the tied embeddings'.
+    Megatron's other communicators come on top, and those of one rank.
     """
     if plan.schedule == "megatron":
         return []
@@ -66,13 +66,13 @@ def communicators(plan: Plan, stage: int) -> list[float]:
     links += [link * len(boundaries)] * bool(boundaries)
     if not plan.pipeline.late_step:
         return links
-    return links + _replicas(plan) + _ends(plan, stage)
+    return links + _replicas(plan) + _ends(plan, stage, tied)
 
 
-def megatrons_communicators(plan: Plan, stage: int) -> list[float]:
-    """As `communicators`, Megatron's own: tensor, context, expert and data parallelism, and the embeddings' at both
-    ends."""
-    return sum(map(_among, (plan.tensor, plan.context, plan.expert)), []) + _replicas(plan) + _ends(plan, stage)
+def megatrons_communicators(plan: Plan, stage: int, tied: bool = True) -> list[float]:
+    """As `communicators`, Megatron's own: tensor, context, expert and data parallelism, and the tied embeddings' at
+    both ends."""
+    return sum(map(_among, (plan.tensor, plan.context, plan.expert)), []) + _replicas(plan) + _ends(plan, stage, tied)
 
 
 def _replicas(plan: Plan) -> list[float]:
@@ -84,8 +84,8 @@ def _among(ranks: int) -> list[float]:
     return [PAIR if ranks == 2 else GROUP] if ranks > 1 else []
 
 
-def _ends(plan: Plan, stage: int) -> list[float]:
-    return [PAIR] * (plan.depth > 1 and stage in (0, plan.depth - 1))
+def _ends(plan: Plan, stage: int, tied: bool) -> list[float]:
+    return [PAIR] * (tied and plan.depth > 1 and stage in (0, plan.depth - 1))
 
 
 def shards_of(plan: Plan, experts: bool = False) -> int:

@@ -19,10 +19,13 @@ from megatron_2bw.planner.cost.bounds import lower_bound, warmup_for
 from megatron_2bw.planner.cost.compute import Compute, Work
 from megatron_2bw.planner.cost.links import all_reduce, half, message
 from megatron_2bw.planner.cost.memory import (
+    CHANNELS,
     CONTEXT,
     ELEMENT,
     FRAGMENTS,
     GIB,
+    GROUP,
+    PAIR,
     Memory,
     StageMemory,
     bytes_of,
@@ -151,7 +154,7 @@ class Cost:
         self._fixed, self._share = (on_gpus * CONTEXT, 1 / (1 + FRAGMENTS)) if margin is None else (0.0, 1 - margin)
         self.capacity, self.spare_bytes = (whole - self._fixed) * self._share, spare * whole
         self.margin = 1 - self.capacity / whole
-        self._nccl_free = whole * (margin or 0.0) if on_gpus else math.inf
+        self._nccl_free, self.channels = whole * (margin or 0.0) if on_gpus else math.inf, cluster.inside.channels
 
     def on(self, cluster: Cluster, model: Model | None = None, spare: float | None = None) -> Self:
         """The same costs on another cluster, of another model, or with another share to spare."""
@@ -187,7 +190,9 @@ class Cost:
     def _nccl(self, plan: Plan) -> float:
         """Bytes of the communicators on a GPU of the stage with most. With a given margin Megatron's are in that."""
         kinds = [communicators, megatrons_communicators] if self.given_margin is None else [communicators]
-        return max(sum(sum(kind(plan, stage)) for kind in kinds) for stage in {0, min(1, plan.depth - 1)})
+        shares = dict.fromkeys((PAIR, GROUP), self.channels / CHANNELS)
+        held = ([kind(plan, stage, self.model.tied) for kind in kinds] for stage in {0, min(1, plan.depth - 1)})
+        return max(sum(size * shares.get(size, 1) for sizes in each for size in sizes) for each in held)
 
     def gpu_bytes(self, plan: Plan) -> float:
         """Memory of the smallest GPU on which the plan fits."""
