@@ -13,11 +13,9 @@ from typing import Any
 
 from bench import planner_checks
 from megatron_2bw.models import cluster as clusters
-from megatron_2bw.models import model as models
 from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.links import layout
 from megatron_2bw.planner.cost.memory import GIB
-from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.find import advice
 from megatron_2bw.planner.find.search import Search
 from megatron_2bw.schedules import SCHEDULES, STEP, B, F, Shape
@@ -265,19 +263,12 @@ def largest_model(depth: int, slots: int, reading: Reading = FIRST) -> tuple[flo
     first, last, step = PAPER["figures"]["11"]["hidden"]
     for hidden in range(first, last + 1, step):
         for layers in itertools.count(depth, depth):
-            cost = scaled(layers, hidden, reading)
+            shape = ("layers", layers), ("hidden", hidden), ("heads", HEADS)
+            cost = cost_of("gpt-28.3b", 8, "fp16", reading, *shape)
             if not cost.fits(plan):
                 break
             sizes.append((cost.model.parameters() / 1e9, layers, hidden))
     return max(sizes)
-
-
-def scaled(layers: int, hidden: int, reading: Reading) -> Cost:
-    """Of a GPT on the paper's 64 V100."""
-    model = models.Model("scaled", layers, hidden, HEADS, sequence=512, tied=False)
-    cost = Cost(model, clusters.preset("p3.16xlarge", 8), "fp16", margin=reading.margin)
-    cost.channels = reading.channels or cost.channels
-    return cost
 
 
 def largest_panels() -> list[Panel]:

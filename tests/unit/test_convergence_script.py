@@ -199,13 +199,6 @@ def test_the_users_flags_override_the_defaults_and_a_variant_overrides_both():
     assert {flag: value(own.command, flag) for flag in expected} == expected
 
 
-@pytest.mark.parametrize("ranks, micro, batch", [(1, 4, 4), (2, 2, 4), (3, 1, 6), (8, 1, 8)])
-def test_batches_are_enough_for_stages_and_for_data_parallel_ranks(ranks, micro, batch):
-    words = runs_of("name", "--ranks", str(ranks))[1].command
-    found = [value(words, flag) for flag in ("--nproc-per-node", "--micro-batch-size", "--global-batch-size")]
-    assert found == [str(ranks), str(micro), str(batch)]
-
-
 @pytest.mark.parametrize(
     "words, named",
     [

@@ -89,7 +89,9 @@ def test_a_planted_fault_turns_the_verdict_that_it_must(tmp_path, monkeypatch):
     assert lists == [True] * 3 and [row.holds for row in judged("2", tmp_path).values()] == [False, True, False]
 
     monkeypatch.setitem(PAPER["figures"]["8"], "claims", PAPER["figures"]["8"]["claims"][:2])
-    assert [row.holds for row in judged("8", tmp_path).values()] == [True, True]
+    first, other = judged("8", tmp_path).values()
+    assert first.holds and [turn.split(":")[0] for turn in first.turns] == ["no reserve"]  # 15.15 GiB fit then
+    assert other.holds and other.turns == []
     large = paper_data.named_cluster("p3dn.24xlarge")
     monkeypatch.setattr(paper_data, "named_cluster", lambda name: large)
     assert [row.holds for row in judged("8", tmp_path).values()] == [False, True]
@@ -106,12 +108,6 @@ def test_a_planted_fault_turns_the_verdict_that_it_must(tmp_path, monkeypatch):
     assert before is True and judged("5", tmp_path)[say].holds is False
 
 
-def test_a_verdict_that_a_reading_turns_names_it(tmp_path):
-    """GPipe's 15.15 GiB fit where nothing is reserved."""
-    first = judged("8", tmp_path)["GPipe is out of memory at batch 64 on GPT"]
-    assert first.holds and [turn.split(":")[0] for turn in first.turns] == ["no reserve"]
-
-
 def test_a_bar_is_the_fastest_microbatch_that_fits():
     own = [panel for panel in panels("6") if panel.figure == "6a"]
     found = {(point.series, point.x): point for point in paper_figures.points("6", own, {})}
@@ -122,16 +118,6 @@ def test_a_bar_is_the_fastest_microbatch_that_fits():
     speeds = {name: {"samples_per_second": float(place)} for place, name in enumerate(names, 1)}
     again = {(point.series, point.x): point for point in paper_figures.points("6", own, speeds)}
     assert again["PipeDream-2BW", 64].measured == len(names) and again["GPipe", 64].measured == ""
-
-
-def test_gpipe_admits_as_many_microbatches_as_fit():
-    """And in Figure 8 all of them, as in section 5.3."""
-    (run, *_) = [run for run in grid(panels("6"), ["GPipe"]) if (run.batch, run.microbatch) == (64, 1)]
-    plan = run.plan
-    assert 1 < plan.gpipe_round < plan.microbatches and run.cost.fits(plan)
-    assert not run.cost.fits(plan.changed(gpipe_round=plan.microbatches))
-    assert f"--gpipe-round {plan.gpipe_round}" in " ".join(plan.flags("fp16"))
-    assert all(run.plan.gpipe_round is None for run in grid(panels("8"), ["GPipe"]))
 
 
 def test_figure_11_has_the_largest_model_and_jobs_around_it():
@@ -147,13 +133,6 @@ def test_figure_11_has_the_largest_model_and_jobs_around_it():
     rows = [run.row() | {"status": "completed"} for run in grid(paper_figures.largest_panels()[:1])]
     (point, *_) = [p for p in paper_figures.largest_models({"a": rows[0]}) if p.series == "2 gradient slots"]
     assert point.measured == pytest.approx(point.predicted, rel=1e-12)
-
-
-def test_rows_of_benchmarks():
-    rows = [{"schedule": "2bw", "m": 8, "e": 0.9}, {"schedule": "gpipe", "m": 8, "e": 0.45}]
-    two, gpipe = {"schedule": "2bw", "m": 8}, {"schedule": "gpipe"}
-    assert paper.measured_here({"of": "e", "ratio": [two, gpipe]}, rows) == 2.0
-    assert paper.measured_here({"of": "m", "row": gpipe}, rows) == 8
 
 
 def call(monkeypatch, *words: object) -> int:

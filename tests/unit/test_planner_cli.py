@@ -145,7 +145,7 @@ def test_plans_leave_memory_free_if_any_does(call, plans):
     words = "--model gpt-3.8b --cluster 8xa10 --max-global-batch-size 16 --top 1"
     assert plans(words)[0]["headroom"] >= SPARE * clusters.GPUS["A10"].memory_gib * 2**30
     tight = "--schedules 2bw --gradient-slots 2 --recompute none --micro-batch-size 2 --tensor-model-parallel-size 1"
-    ended = call(words, tight, "--pipeline-model-parallel-size 8 --no-host-optimizer")
+    ended = call(words, tight, "--pipeline-model-parallel-size 8 --no-host-optimizer --seq-length 784")
     assert ended.status == 0 and len(ended.errors) == 1 and ended.errors[0].startswith("no plan leaves 2 % ")
 
 
