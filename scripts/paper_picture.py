@@ -40,7 +40,9 @@ def draw(panels: Mapping[str, Values], dots: Mapping[str, Values], spec: Mapping
                     word = "OOM" if value == "out of memory" else str(value)
                     if height:
                         word = f"{value:.{3 if value < 1000 else 4}g}"
-                    axes.text(left, height, f" {word}", ha="center", va="bottom", fontsize=7, rotation=90)
+                    low = any(dots.get(title, {}).values())  # apart from the dots
+                    place = dict(y=0, rotation=0, color="white") if low else dict(y=height, rotation=90)
+                    axes.text(left, s=f" {word}", ha="center", va="bottom", fontsize=7, **place)
             real = [(left, dots.get(title, {}).get((series, place))) for left, (place, _) in zip(xs, at)]
             real = [(left, value) for left, value in real if isinstance(value, (int, float))]
             if real:

@@ -147,7 +147,7 @@ _GB200 = (
 )
 _ASSUMED = "not measured: shares assumed"
 # In Device's order. The host's times are typical values. The peaks of RTX are those of products with 32-bit sums.
-# NVIDIA: GA102's whitepaper 2.0 (RTX-3090, A6000), the data sheets of A10 and T4. Memory is what nvidia-smi reports.
+# NVIDIA: GA102's whitepaper 2.0 (RTX-3090, A6000), the data sheets of A10, T4 and MI300X. Memory is what nvidia-smi reports.
 GPUS: dict[str, Device] = {
     row[0]: Device(*row)
     for row in (
@@ -160,6 +160,7 @@ GPUS: dict[str, Device] = {
         ("H200-141GB", 139.8, 989, 4800, 67, True, True, 132, 0.67, 0.47, 0.6, 600, 40, 200, 5000, 9.0, _H100),
         ("B200-180GB", 179, 2250, 8000, 75, True, True, 148, 0.47, 0.39, 0.67, 600, 40, 200, 5000, 10, _B200, 30, 0.07),
         ("GB200-186GB", 185, 2500, 8000, 80, True, True, 152, 0.44, 0.37, 0.67, 600, 40, 200, 5000, 10.0, _GB200, 30),
+        ("MI300X", 191, 1307, 5300, 163, True, True, 304, 0.45, 0.3, 0.6, 600, 40, 200, 5000, 9.0, _ASSUMED),
         ("T4", 15, 65, 320, 8.1, False, False, 40, 0.6, 0, 0.6, 600, 40, 200, 5000, 7.5, _ASSUMED),
         ("A10", 22.5, 125, 600, 31.2, True, True, 72, 0.6, 0.4, 0.6, 600, 40, 200, 5000, 8.6, _ASSUMED),
         ("A6000", 48, 155, 768, 38.7, True, True, 84, 0.6, 0.4, 0.6, 600, 40, 200, 5000, 8.6, _ASSUMED),
@@ -215,8 +216,13 @@ def network(text: str) -> Link:
 
 
 def known_gpu(name: str) -> Device | None:
-    """The GPU of a name, or the only one with that word in its name: B200 is B200-180GB, 4090 is RTX-4090."""
-    found = [gpu for known, gpu in GPUS.items() if name.lower() in (known.lower(), *known.lower().split("-"))]
+    """The only GPU that has all words of the name, or whose words the name has: B200, RTX 4090, NVIDIA H100 80GB HBM3."""
+
+    def words(text: str) -> set[str]:
+        return {*re.findall("[a-z0-9]+", text.lower())} - {"nvidia", "tesla", "geforce", "amd", "instinct"}
+
+    own = words(name)
+    found = [gpu for known, gpu in GPUS.items() if own and (own <= words(known) or words(known) <= own)]
     return found[0] if len(found) == 1 else None
 
 

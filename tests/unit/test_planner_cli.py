@@ -274,7 +274,9 @@ def test_a_yaml_file_is_the_cluster_that_it_describes(write):
     assert named.device == clusters.PRESETS["dgx-h100"].device and named.name.endswith("cluster.yaml")
 
 
-@pytest.mark.parametrize("gpu, known", [("B200", "B200-180GB"), ("3090", "RTX-3090"), ("a6000", "A6000")])
+@pytest.mark.parametrize(
+    "gpu, known", [("B200", "B200-180GB"), ("RTX 3090", "RTX-3090"), ("NVIDIA H100 80GB HBM3", "H100-80GB")]
+)
 def test_a_described_gpu_of_a_known_name_has_the_rest_of_that_one(gpu, known, write):
     entries = {"name": gpu, "memory_gib": 70, "tflops": 300}
     assert from_yaml(write(DESCRIBED | {"gpu": entries})).device == replace(clusters.GPUS[known], **entries)
