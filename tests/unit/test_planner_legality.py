@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -341,43 +340,6 @@ def test_the_checks_of_the_command_line_accept_every_legal_plan(drawn):
         assert broken, stopped
     else:
         assert not broken and args.global_batch_size == plan.global_batch
-
-
-def group(size: int) -> SimpleNamespace:
-    """A process group of which only the size and the rank are asked."""
-    return SimpleNamespace(size=lambda: size, rank=lambda: 0)
-
-
-@pytest.mark.parametrize("depth", [2, 3, 4])
-def test_megatrons_interleaved_schedule_starts_with_the_legal_numbers_of_microbatches(depth, monkeypatch):
-    import torch
-    from megatron.core.pipeline_parallel import schedules
-
-    def start(*args, **kwargs):  # what it does next, after it has looked at the microbatches
-        raise Stopped("started")
-
-    monkeypatch.setattr(schedules, "get_pp_rank_microbatches", start)
-    for microbatches in range(1, 3 * depth + 1):
-        plan = Plan(1, depth, 1, 1, microbatches, schedule="megatron", virtual=2)
-        config = configured(plan, GPT)
-        chunk = torch.nn.Module()
-        chunk.config, chunk.model_type = config, None
-        try:
-            schedules.forward_backward_pipelining_with_interleaving(
-                forward_step_func=None,
-                data_iterator=[None] * 2,
-                model=[chunk] * 2,
-                num_microbatches=microbatches,
-                seq_length=512,
-                micro_batch_size=1,
-                p2p_communicator=SimpleNamespace(config=config, pp_group=group(depth)),
-                pg_collection=SimpleNamespace(tp=group(1), cp=group(1)),
-            )
-        except (Stopped, ValueError, RuntimeError) as error:
-            assert isinstance(error, Stopped) != any(violations(plan, replace(GPT, layers=2 * depth), depth)), plan
-            assert isinstance(error, Stopped) or "micro-batches" in str(error)
-        else:
-            pytest.fail("the schedule did not stop")
 
 
 @pytest.mark.parametrize("text, depth", [("E|(tt|)*3L", 5), ("Et*2|t,t|t*2L", 3)])
