@@ -58,7 +58,7 @@ def search_time() -> list[Check]:
         plans, ties = advice.ranked(search, 8)
         seconds = time.process_time() - begun
         found = explain.Result(search.cost, space, list(map(search.cost.estimate, plans)), search, 0.0, ties)
-        explain.table(found), explain.reason(found), explain.on_fewer_gpus(found)
+        explain.table(found), explain.reason(found), found.fewer
         row = {"model": name, "GPUs": device.gpus, "batch": batch, "best": described(plans[0])}
         row |= {"simulated plans": search.examined, "seconds": round(seconds, 2)}
         rows.append(row | {"with the words": round(time.process_time() - begun, 2), "limit": limit})

@@ -147,7 +147,7 @@ _GB200 = (
 )
 _ASSUMED = "not measured: shares assumed"
 # In Device's order. The host's times are typical values. The peaks of RTX are those of products with 32-bit sums.
-# NVIDIA: GA102's whitepaper 2.0 (RTX-3090, A6000), the data sheets of A10, T4 and MI300X. Memory is what nvidia-smi reports.
+# NVIDIA: GA102's whitepaper 2.0 (RTX-3090, A6000), data sheets of A10, T4, MI300X. Memory is what nvidia-smi reports.
 GPUS: dict[str, Device] = {
     row[0]: Device(*row)
     for row in (
@@ -216,7 +216,7 @@ def network(text: str) -> Link:
 
 
 def known_gpu(name: str) -> Device | None:
-    """The only GPU that has all words of the name, or whose words the name has: B200, RTX 4090, NVIDIA H100 80GB HBM3."""
+    """The only GPU with all words of the name, or all of whose words the name has: B200, NVIDIA H100 80GB HBM3."""
 
     def words(text: str) -> set[str]:
         return {*re.findall("[a-z0-9]+", text.lower())} - {"nvidia", "tesla", "geforce", "amd", "instinct"}

@@ -142,8 +142,19 @@ def prepare(options: argparse.Namespace) -> tuple[Cost, Space]:
 
 
 def planned(options: argparse.Namespace) -> explain.Result | None:
-    """Search, and estimate the fastest plans. If no plan fits, print the reason and return None."""
+    """The plans of the cluster, or of a part of it that is faster."""
     cost, space = prepare(options)
+    result = _searched(cost, space, options)
+    if result and result.fewer:
+        part, all_ = result.fewer[0], cost.cluster.gpus
+        idle = f"{all_ - part.gpus} of {all_} GPUs stay idle: {part.gpus} are faster ({explain.part_flags(part)})"
+        print(idle, file=sys.stderr)
+        result = _searched(cost.on(part), space, options)
+    return result
+
+
+def _searched(cost: Cost, space: Space, options: argparse.Namespace) -> explain.Result | None:
+    """Search, and estimate the fastest plans. If no plan fits, print the reason and return None."""
     begun = time.monotonic()
     print(f"searching the plans of {cost.model.name} on {explain.gpus(cost)} ...", file=sys.stderr, flush=True)
     shares = dict.fromkeys((cost.spare, 0.0))

@@ -141,6 +141,14 @@ def test_further_choices(plans, write, tmp_path):
     assert closed != simulated
 
 
+def test_gpus_stay_idle_where_fewer_are_faster(call):
+    """A batch of five fills five GPUs; six run only three samples of it, since three do not divide the layers."""
+    words = f"{TINY} --num-layers 20 --cluster p3.16xlarge --gpus-per-server 6 --max-global-batch-size 5"
+    ended = call(words, "--tensor-model-parallel-size 1 --no-uneven-stages --top 1")
+    assert ended.status == 0 and ended.errors[0].startswith("1 of 6 GPUs stay idle: 5 are faster")
+    assert "on 5 GPUs" in ended.out
+
+
 def test_plans_leave_memory_free_if_any_does(call, plans):
     words = "--model gpt-3.8b --cluster 8xa10 --max-global-batch-size 16 --top 1"
     assert plans(words)[0]["headroom"] >= SPARE * clusters.GPUS["A10"].memory_gib * 2**30

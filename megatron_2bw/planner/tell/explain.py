@@ -88,8 +88,7 @@ def _per_sample(estimate: Estimate) -> float:
 
 def text(result: Result) -> str:
     """The first plan, the tables of the plans and of its memory, and why it is first."""
-    words = f"{reason(result)}\n{on_fewer_gpus(result)}"
-    return "\n\n".join([first(result), table(result), memory_table(result.estimates[0]), words])
+    return "\n\n".join([first(result), table(result), memory_table(result.estimates[0]), reason(result)])
 
 
 def gpus(cost: Cost) -> str:
@@ -265,15 +264,6 @@ def reason(result: Result) -> str:
     if missing:
         lines.append(wrapped(f"No plan of {' or '.join(missing)} is legal and fits with these choices."))
     return "\n".join(lines)
-
-
-def on_fewer_gpus(result: Result) -> str:
-    """Whether a part of the cluster has a faster plan, and the flags that plan for that part."""
-    if result.fewer is None:
-        return "- No part of the cluster is faster (fewer servers, or fewer GPUs of each server)."
-    cluster, best = result.fewer
-    faster = f"A plan on {cluster.gpus} of the {gpus(result.cost)} is faster: {rate(best)}."
-    return wrapped(f"{faster} Plan for these: {part_flags(cluster)}")
 
 
 def part_flags(cluster: Cluster) -> str:

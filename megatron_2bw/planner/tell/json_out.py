@@ -25,9 +25,6 @@ def as_json(result: Result) -> dict[str, Any]:
         "ties": result.ties,
         "run": {"model": cost.model.flags(), "data": jobs.mock_data(cost.model)},
         "plans": [_estimate(cost, estimate) for estimate in result.estimates],
-        "fewer_gpus": result.fewer
-        and {"servers": result.fewer[0].servers, "gpus_per_server": result.fewer[0].gpus_per_server}
-        | _estimate(cost, result.fewer[1]),
         "rejected": dict(search.rejected),
         "cost": cost.method,
         "too_large": {
