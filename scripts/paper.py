@@ -93,14 +93,15 @@ T95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # of Student's distribution, for
 
 
 def judge_measured(spec: Mapping[str, Any], row: Claim, found: Mapping[str, Sequence[float]], unit: str) -> None:
-    """Fills the row with mean and interval of 95 % of each label's values. That of 2bw must reach down to spec["most"],
-    or up to spec["least"]."""
+    """Fills the row with mean and interval of 95 % of each label's values. The mean of 2bw must be at most
+    spec["most"], or at least spec["least"]; if the interval alone reaches it, nothing is decided."""
     told = {}
     for label, values in found.items():
         mean, half = statistics.fmean(values), T95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
         told[label] = f"{mean:+.2f} ± {half:.2f}"
         if label == "2bw":
-            row.holds = mean - half <= spec["most"] if "most" in spec else mean + half >= spec["least"]
+            beyond = mean - spec["most"] if "most" in spec else spec["least"] - mean
+            row.holds = None if 0 < beyond <= half else beyond <= 0
     row.here = f"{told.pop('2bw')} {unit}"
     row.notes += [f"{len(values)} seeds", *(f"{label}: {text}" for label, text in told.items())]
 
@@ -194,8 +195,8 @@ def picture(figure: str, found: list[Point], path: Path) -> bool:
         draw_shapes([(SCHEDULES[name], shape) for name, shape in chosen.pop("panels")], path, **chosen)
     elif figure == "4":
         draw_placement(path, 4, 2, 2)
-    elif figure == "5" and (ROOT / PAPER["convergence"]["gpt"]).exists():
-        convergence_plot.draw_recorded(ROOT / PAPER["convergence"]["gpt"], path)
+    elif figure == "5":
+        convergence_plot.draw(json.loads((ROOT / PAPER["convergence"]["gpt"]).read_text()), path)
     elif found:
         values, dots = ({point.panel: {} for point in found} for _ in range(2))
         for point in found:
@@ -213,7 +214,7 @@ def claim_row(row: Claim) -> dict[str, str]:
         "claim": row.says,
         "paper": f"{row.paper} ({row.source})",
         "predicted": row.predicted or "–",
-        "holds": {True: "yes", False: "**no**", None: "–"}[row.holds],
+        "holds": {True: "yes", False: "**no**", None: "open"}[row.holds],
         "decided by": row.decides,
         "turns with": "; ".join(row.turns) or "–",
         "measured here": row.here or "–",
@@ -296,8 +297,10 @@ def run(options: argparse.Namespace) -> int:
 
 def head(claims: list[Claim]) -> str:
     counts = Counter((row.decides, row.holds) for row in claims)
-    lines = ["| decided by | hold | do not |", "| --- | ---: | ---: |"]
-    lines += [f"| {way} | {counts[way, True]} | {counts[way, False]} |" for way in dict(counts.keys())]
+    lines = ["| decided by | hold | do not | open |", "| --- | ---: | ---: | ---: |"]
+    lines += [
+        f"| {way} | {' | '.join(str(counts[way, word]) for word in (True, False, None))} |" for way in dict(counts)
+    ]
     turning = sum(bool(row.turns) for row in claims)
     items = [f"| {reading.name} | {reading.says} |" for reading in READINGS]
     items = ["| reading | |", "| --- | --- |", *items]
@@ -306,8 +309,8 @@ def head(claims: list[Claim]) -> str:
     hold = f"{len(claims)} claims: {sum(row.holds is True for row in claims)} hold"
     return f"""# The paper, figure by figure
 
-{hold}. A number holds within {PAPER["tolerance"]:.0%} of the paper's. A measured gap holds if its interval of 95 % has
-the paper's value or a smaller gap.
+{hold}. A number holds within {PAPER["tolerance"]:.0%} of the paper's. A measured gap
+holds if its mean is not beyond the paper's, and is open if only its interval of 95 % reaches that.
 
 {listed}
 

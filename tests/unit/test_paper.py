@@ -140,7 +140,7 @@ def call(monkeypatch, *words: object) -> int:
     return paper.main()
 
 
-@pytest.mark.parametrize("figure", ["2", "4", "8", "9", "10", "table2"])
+@pytest.mark.parametrize("figure", ["2", "4", "5", "8", "9", "10", "table2"])
 def test_the_page_in_docs_is_what_the_command_writes(figure, tmp_path, monkeypatch, capsys):
     assert call(monkeypatch, "--figure", figure, "--skip-measurements", "--out", tmp_path) == 0
     report = (paper.ROOT / "docs" / "paper" / "report.md").read_text()
