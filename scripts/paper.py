@@ -298,9 +298,8 @@ def run(options: argparse.Namespace) -> int:
 def head(claims: list[Claim]) -> str:
     counts = Counter((row.decides, row.holds) for row in claims)
     lines = ["| decided by | hold | do not | open |", "| --- | ---: | ---: | ---: |"]
-    lines += [
-        f"| {way} | {' | '.join(str(counts[way, word]) for word in (True, False, None))} |" for way in dict(counts)
-    ]
+    for way in dict.fromkeys(row.decides for row in claims):
+        lines.append(f"| {way} | {' | '.join(str(counts[way, word]) for word in (True, False, None))} |")
     turning = sum(bool(row.turns) for row in claims)
     items = [f"| {reading.name} | {reading.says} |" for reading in READINGS]
     items = ["| reading | |", "| --- | --- |", *items]
