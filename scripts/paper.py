@@ -93,15 +93,16 @@ T95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # of Student's distribution, for
 
 
 def judge_measured(spec: Mapping[str, Any], row: Claim, found: Mapping[str, Sequence[float]], unit: str) -> None:
-    """Fills the row with mean and interval of 95 % of each label's values. The mean of 2bw must be at most
-    spec["most"], or at least spec["least"]; if the interval alone reaches it, nothing is decided."""
+    """Fills the row with mean and interval of 95 % of each label's values. That of 2bw must lie below spec["most"] and
+    the tolerance, or above spec["least"]; if it has values on both sides, nothing is decided."""
     told = {}
     for label, values in found.items():
         mean, half = statistics.fmean(values), T95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
         told[label] = f"{mean:+.2f} ± {half:.2f}"
         if label == "2bw":
-            beyond = mean - spec["most"] if "most" in spec else spec["least"] - mean
-            row.holds = None if 0 < beyond <= half else beyond <= 0
+            side, value = (1, spec["most"]) if "most" in spec else (-1, spec["least"])
+            beyond = side * (mean - value) - PAPER["tolerance"] * abs(value)
+            row.holds = None if abs(beyond) < half else beyond <= 0
     row.here = f"{told.pop('2bw')} {unit}"
     row.notes += [f"{len(values)} seeds", *(f"{label}: {text}" for label, text in told.items())]
 
@@ -150,8 +151,7 @@ def judge(spec: Mapping[str, Any], row: Claim, figure: str, found: list[Point], 
 
 def judged(figure: str, found: list[Point], collected: Mapping[str, Any], out: Path, fresh: bool) -> list[Claim]:
     """The claims of a figure as rows; a prediction is judged again under each reading."""
-    spec, rows = PAPER["figures"][figure], []
-    others = {}
+    spec, rows, others = PAPER["figures"][figure], [], {}
     if spec.get("decides", "prediction") == "prediction":
         of_time = spec.get("y", "samples").startswith("samples") and figure != "11"
         others = {reading: predicted(figure, reading) for reading in READINGS if of_time or reading.of_memory}
@@ -170,9 +170,9 @@ def judged(figure: str, found: list[Point], collected: Mapping[str, Any], out: P
             judge_accuracy(claim, row)
         if here := claim.get("here"):
             value = measured_here(here, measured_rows(here["rows"], out, fresh))
-            said = {True: " (yes)", False: " (no)"}
-            number = isinstance(claim["paper"], (int, float))
-            row.here = f"{value:.3g}" + (said[paper_figures.agrees(claim["paper"], value)] if number else "")
+            row.here = f"{value:.3g}"
+            if isinstance(claim["paper"], (int, float)):
+                row.here += " (yes)" if paper_figures.agrees(claim["paper"], value) else " (no)"
         row.notes += [claim[name] for name in ("why", "note") if name in claim and (name == "note" or not row.holds)]
     return rows
 
@@ -309,7 +309,7 @@ def head(claims: list[Claim]) -> str:
     return f"""# The paper, figure by figure
 
 {hold}. A number holds within {PAPER["tolerance"]:.0%} of the paper's. A measured gap
-holds if its mean is not beyond the paper's, and is open if only its interval of 95 % reaches that.
+holds if its interval of 95 % is not beyond that, and is open if only a part of it is.
 
 {listed}
 
