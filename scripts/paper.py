@@ -145,8 +145,8 @@ def judge(spec: Mapping[str, Any], row: Claim, figure: str, found: list[Point], 
         paper_figures.judge_ratio(spec, row, found)
     elif "fit" in spec:
         paper_figures.judge_fit(spec, row, found)
-    elif spec["id"] in paper_figures.CHECKS:
-        row.predicted, row.holds = paper_figures.CHECKS[spec["id"]](found, reading)
+    elif check := getattr(paper_figures, spec["id"].replace("-", "_"), None):
+        row.predicted, row.holds = check(found, reading)
 
 
 def judged(figure: str, found: list[Point], collected: Mapping[str, Any], out: Path, fresh: bool) -> list[Claim]:

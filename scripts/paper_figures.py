@@ -6,7 +6,7 @@ Invariant: a claim's number comes from the same plans as the figure's bars; what
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -177,7 +177,7 @@ def judge_fit(spec: Mapping[str, Any], row: Claim, found: list[Point]) -> None:
     row.on_cluster = str(point.measured)
 
 
-# --- claims of other kinds: (what is found, whether it holds), of a figure's points under a reading -------------------
+# --- claims of other kinds, by id: (what is found, whether it holds), of a figure's points under a reading -------------
 
 Judged = tuple[str, bool | None]
 
@@ -237,13 +237,9 @@ def version_formula(found: list[Point], reading: Reading) -> Judged:
 
 
 def placement(found: list[Point], reading: Reading) -> Judged:
-    orders = {inside: layout(1, 4, 2, inside, 4) for inside in (False, True)}
-    texts = [
-        f"{'tp-pp-dp' if inside else 'tp-dp-pp'}: replicas on {order.data.servers}, "
-        f"{sum(map(bool, order.boundaries[:3]))} of 3 boundaries between servers"
-        for inside, order in orders.items()
-    ]
-    return "; ".join(texts), orders[False].data.servers == 1
+    order = layout(1, 4, 2, False, 4)  # Megatron's
+    between = sum(map(bool, order.boundaries[:3]))
+    return f"replicas on {order.data.servers}, {between} of 3 boundaries between servers", order.data.servers == 1
 
 
 def recompute_larger(found: list[Point], reading: Reading) -> Judged:
@@ -370,11 +366,3 @@ def fastest(found: list[Point], reading: Reading) -> Judged:
         texts.append(f"{name} at {batch}: {shown} samples/s, advised is {advised}")
         first.append(max(speeds, key=speeds.get).startswith("2bw"))
     return "; ".join(texts), all(first)
-
-
-JUDGES = (flush_cost, pipedream_versions, versions, in_flight, version_formula, flush_stashes, placement)
-JUDGES += (recompute_larger, deeper_larger, largest, table_values, ticked, chosen, whole_models, megatron_8b)
-JUDGES += (planned_depths, fastest)
-CHECKS: dict[str, Callable[[list[Point], Reading], Judged]] = {
-    judge.__name__.replace("_", "-"): judge for judge in JUDGES
-}

@@ -146,9 +146,9 @@ def planned(options: argparse.Namespace) -> explain.Result | None:
     cost, space = prepare(options)
     result = _searched(cost, space, options)
     if result and result.fewer:
-        part, all_ = result.fewer[0], cost.cluster.gpus
-        idle = f"{all_ - part.gpus} of {all_} GPUs stay idle: {part.gpus} are faster ({explain.part_flags(part)})"
-        print(idle, file=sys.stderr)
+        part, given = result.fewer[0], cost.cluster.gpus
+        idle = f"{given - part.gpus} of {given} GPUs stay idle"
+        print(f"{idle}: {part.gpus} are faster ({explain.part_flags(part)})", file=sys.stderr)
         result = _searched(cost.on(part), space, options)
     return result
 

@@ -13,7 +13,7 @@ from megatron_2bw.models.model import PRESETS
 from megatron_2bw.schedules import SCHEDULES, TwoBW
 from scripts import paper, paper_data, paper_figures
 from scripts.paper_data import FIRST, PAPER, SYSTEMS, grid, panels
-from scripts.paper_figures import CHECKS, Claim, Point, judge_ratio
+from scripts.paper_figures import Claim, Point, judge_ratio
 
 TRAINED = [name for name, figure in PAPER["figures"].items() if "runs" in figure]
 
@@ -26,10 +26,9 @@ def test_the_data_has_every_figure_and_table():
         for claim in spec["claims"]:
             assert len([kind for kind in ("ratio", "fit", "id") if kind in claim]) == 1, claim
             assert claim["source"] and str(claim["paper"]), claim
-            assert spec.get("decides") == "measurement" or "id" not in claim or claim["id"] in CHECKS
+            check = getattr(paper_figures, claim.get("id", "").replace("-", "_"), None)
+            assert spec.get("decides") == "measurement" or "id" not in claim or callable(check)
             assert not set(claim.get("panels", ())) - {panel.figure for panel in panels(figure)}
-    used = {claim.get("id") for figure in PAPER["figures"].values() for claim in figure["claims"]}
-    assert set(CHECKS) <= used
 
 
 @pytest.mark.parametrize("figure", TRAINED)
