@@ -177,7 +177,7 @@ def judge_fit(spec: Mapping[str, Any], row: Claim, found: list[Point]) -> None:
     row.on_cluster = str(point.measured)
 
 
-# --- claims of other kinds, by id: (what is found, whether it holds), of a figure's points under a reading -------------
+# --- claims of other kinds, by id: (what is found, whether it holds), of a figure's points under a reading -----------
 
 Judged = tuple[str, bool | None]
 
