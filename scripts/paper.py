@@ -95,16 +95,16 @@ T95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # of Student's distribution, for
 def judge_measured(spec: Mapping[str, Any], row: Claim, found: Mapping[str, Sequence[float]], unit: str) -> None:
     """Fills the row with mean and interval of 95 % of each label's values. That of 2bw must lie below spec["most"] and
     the tolerance, or above spec["least"]; if it has values on both sides, nothing is decided."""
-    told = {}
+    texts = {}
     for label, values in found.items():
         mean, half = statistics.fmean(values), T95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-        told[label] = f"{mean:+.2f} ± {half:.2f}"
+        texts[label] = f"{mean:+.2f} ± {half:.2f}"
         if label == "2bw":
             side, value = (1, spec["most"]) if "most" in spec else (-1, spec["least"])
             beyond = side * (mean - value) - PAPER["tolerance"] * abs(value)
             row.holds = None if abs(beyond) < half else beyond <= 0
-    row.here = f"{told.pop('2bw')} {unit}"
-    row.notes += [f"{len(values)} seeds", *(f"{label}: {text}" for label, text in told.items())]
+    row.here = f"{texts.pop('2bw')} {unit}"
+    row.notes += [f"{len(values)} seeds", *(f"{label}: {text}" for label, text in texts.items())]
 
 
 def judge_losses(spec: Mapping[str, Any], row: Claim, collected: Mapping[str, Mapping[str, Any]]) -> None:

@@ -152,8 +152,8 @@ def _number(value: float | str) -> float:
 
 
 def judge_ratio(spec: Mapping[str, Any], row: Claim, found: list[Point]) -> None:
-    """Fills the row. The largest ratio decides, as `up to` does in the text; with `every`, all of them. The largest of
-    each panel is told."""
+    """Fills the row. The largest ratio decides, as `up to` does in the text; with `every`, all of them. The row shows
+    the largest of each panel."""
     own, real = (ratios(spec, found, value) for value in (spec.get("of", "predicted"), "measured"))
     shown: dict[Any, float] = {}
     for (panel, x), ratio in own.items():
