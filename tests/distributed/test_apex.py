@@ -141,7 +141,7 @@ def test_a_resumed_run_may_move_to_the_host_and_back(flags, tmp_path):
         (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
         rest = run_world(4, train_with_apex if not second else train, [*argv, *second, "--load", str(folder)])
         assert torch.stack(rest[-1].losses).tolist() == pytest.approx(
-            torch.stack(whole[-1].losses[SAVED:]).tolist(), abs=5e-5
+            torch.stack(whole[-1].losses[SAVED:]).tolist(), abs=5e-4
         )
 
 
