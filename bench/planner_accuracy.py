@@ -1,7 +1,7 @@
 """The planner's predictions compared with measurements: published tables, and pipelines run here.
 
     python bench/planner_accuracy.py --json docs/bench/planner_accuracy.json            about a minute, nothing is run
-    python bench/planner_accuracy.py --emulated 2,4,8 --json ...                        and runs the emulated pipelines
+    python bench/planner_accuracy.py --emulated 2,4,8 --monotonic 500 --json ...        and pipelines, random queries
 
 Each check has rows of predicted and measured values, a bar, and whether it holds; a check that fails stays in the
 table. The measured tables are in bench/measured/, their sources in docs/planner_accuracy.md. The status is 1 if a check
@@ -11,10 +11,13 @@ fails.
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import random
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -28,7 +31,7 @@ from megatron_2bw.models import cluster, model
 from megatron_2bw.models.inputs import numbers
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.find import advice
-from megatron_2bw.planner.find.search import Search
+from megatron_2bw.planner.find.search import Search, on_fewer
 from megatron_2bw.planner.find.space import Space
 from megatron_2bw.planner.tell import explain
 from megatron_2bw.schedules import SCHEDULES, TwoBW
@@ -92,8 +95,45 @@ def emulated(depths: list[int]) -> list[Check]:
     return [within(5, name, "bench/schedule_efficiency.py", rows, assumes="computing of one stage alone")]
 
 
-PUBLISHED = "vtrain zero_bubble_table megatron_2021 korthikanti_2022 kernels links golden b200 multi_node".split()
-FOUND = (*(getattr(published, name) for name in PUBLISHED), search_time)
+MORE: dict[str, Callable[[cluster.Cluster], cluster.Cluster]] = {
+    "1.5 x memory": lambda on: replace(on, device=replace(on.device, memory_gib=1.5 * on.device.memory_gib)),
+    "2 x network": lambda on: replace(on, between=replace(on.between, gb_s=2 * on.between.gb_s)),
+    "2 x servers": lambda on: replace(on, servers=2 * on.servers),
+    "1.5 x FLOP/s": lambda on: replace(on, device=replace(on.device, tflops=1.5 * on.device.tflops)),
+}
+
+
+def monotonic(queries: int) -> list[Check]:
+    """Random models and clusters, each with more of one thing: the best plan may not be slower."""
+    draw, rows = random.Random(1), []
+
+    def best(of: model.Model, on: cluster.Cluster, batch: int) -> float:
+        """Samples a second, on all GPUs or on a part of them."""
+        cost = Cost(of, on, "bf16" if on.device.bf16 else "fp16", spare=advice.SPARE)
+        space = Space(batch, extrapolate=True)
+        seconds = next(iter(Search(cost, space)), (math.inf,))[0]
+        part = on_fewer(cost, space, seconds)
+        return 1 / min(seconds, part[1] if part else math.inf)
+
+    for _ in range(queries):
+        shape = draw.choice((4, 6, 8, 12)), draw.choice((512, 1024, 2048, 4096)), 16
+        of = model.Model("drawn", *shape, sequence=draw.choice((512, 1024, 2048)))
+        name = draw.choice(("p3.16xlarge", "dgx-a100-40", "dgx-h100", "8xl40s", "8xt4", "8x4090"))
+        on = replace(cluster.preset(name, draw.choice((1, 2, 3))), gpus_per_server=draw.choice((1, 2, 4)))
+        on = replace(on, between=cluster.Link(draw.choice((1, 3, 12, 50)), draw.choice((5, 50))))
+        batch, more = draw.choice((8, 16, 32, 48, 64)), draw.choice(list(MORE))
+        before, after = best(of, on, batch), best(of, MORE[more](on), batch)
+        rows.append({"more": more, "model": shape, "cluster": (name, on.servers, on.gpus_per_server), "batch": batch})
+        rows[-1] |= {"before": before, "after": after}
+    worse = [row for row in rows if row["after"] < row["before"] * (1 - 1e-9)]
+    most = max((1 - row["after"] / row["before"] for row in worse), default=0.0)
+    result = f"{len(worse)} slower, at most by {most:.1%}"
+    name, bar = f"{queries} random queries with more memory, network, servers or FLOP/s", "none has a slower best plan"
+    return [Check(name, "this run", bar, not worse, result, worse)]
+
+
+PUBLISHED = "vtrain zero_bubble_table megatron_2021 korthikanti_2022 kernels links golden b200 multi_node others"
+FOUND = (*(getattr(published, name) for name in PUBLISHED.split()), search_time)
 SECTIONS = {section.__name__.replace("_", "-"): section for section in FOUND}
 
 
@@ -102,10 +142,13 @@ def main() -> int:
     parser.add_argument("--sections", type=names_of(SECTIONS), default=list(SECTIONS), metavar="NAME,...")
     also = "also run emulated pipelines of these depths"
     parser.add_argument("--emulated", type=numbers, default=[], metavar="D,...", help=also)
+    parser.add_argument("--monotonic", type=int, default=0, metavar="N", help="also N random queries, a second each")
     options = parser.parse_args()
     sections = {name: SECTIONS[name] for name in options.sections}
     if options.emulated:
         sections["emulated"] = lambda: emulated(options.emulated)
+    if options.monotonic:
+        sections["monotonic"] = lambda: monotonic(options.monotonic)
     checks: list[Check] = []
     for name, section in sections.items():
         for check in section():

@@ -258,6 +258,36 @@ def _b200_rows(model: Model) -> tuple[list[dict], list[Run]]:
     return rows, runs
 
 
+def others() -> list[Check]:
+    """Runs of other systems, calibrated on every third row: DeepSpeed's kernels have other shares of the peak."""
+    gh200 = replace(cluster.GPUS["H100-80GB"], memory_gib=94.5, memory_gb_s=4000)
+    clusters = {
+        "sailor_gh200.csv": replace(cluster.PRESETS["dgx-h100"], device=gh200, between=cluster.Link(80, 15, 4)),
+        "amp_t4.csv": replace(cluster.PRESETS["8xt4"], between=cluster.Link(5, 50)),
+    }
+    checks = []
+    for file, name, source in (
+        ("sailor_gh200.csv", "26 runs of OPT-350M and GPT-Neo-2.7B on 4 to 256 GH200", "Sailor (MIT), its validation"),
+        ("amp_t4.csv", "47 runs of a GPT of 355M on 16 T4", "AMP, src/results"),
+    ):
+        runs, server, rows = read_runs(MEASURED / file), replace(clusters[file], gpus_per_server=4), []
+        for first in range(3):
+            rest = [run for index, run in enumerate(runs) if index % 3 != first]
+            predicted = calibrate.predict(calibrate.calibrate(server, runs[first::3]), rest)
+            pairs = [
+                (run.seconds / run.plan.global_batch, s / run.plan.global_batch) for run, s in zip(rest, predicted)
+            ]
+            error = statistics.mean(abs(p / m - 1) for m, p in pairs)
+            rank = statistics.correlation(*zip(*pairs), method="ranked")
+            rows.append({"first row": first, "error": round(error, 3), "Spearman": round(rank, 3)})
+        worst = max(row["error"] for row in rows), min(row["Spearman"] for row in rows)
+        result = f"worst third: mean absolute error {worst[0]:.1%}, Spearman {worst[1]}"
+        bar = "mean absolute error of the others within 15 %, Spearman >= 0.9"
+        holds = worst[0] <= 0.15 and worst[1] >= 0.9
+        checks.append(Check(name, source, bar, holds, result, rows, "constants fitted to a third of the rows"))
+    return checks
+
+
 def multi_node() -> list[Check]:
     """Runs on 64 to 512 A100 that chose no constant."""
     runs = read_runs(MEASURED / "vtrain_multi_node.csv")

@@ -13,9 +13,6 @@ With --real nothing sleeps, and a larger GPT (8 layers of 256) computes on one t
 "limit" of the same run: all stages compute at the same time without communication. Busy cores share caches and memory,
 so this is the machine's limit, not a part of the time of one process.
 
-    python bench/schedule_efficiency.py --mixed --stages 8 --schedules 2bw,pipedream-flush --iterations 7
-
-With --mixed the stages sleep as long as those of the planner's plans for two kinds of GPUs (bench/mixed_stages.py).
 Writes the JSON and a picture of the same name.
 """
 
@@ -32,7 +29,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import mixed_stages
 from bench.emulated import PEERS, iteration_seconds, train, train_with_torch
 from bench.tables import bar_chart, new_parser, write_result
 from megatron_2bw.errors import names_of, words
@@ -43,7 +39,6 @@ from megatron_2bw.words import merged
 
 OURS = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
 ALL = (*OURS, "megatron-interleaved", *PEERS)
-MIXED = ("2bw", "pipedream-flush")
 Row = dict[str, Any]
 
 
@@ -55,9 +50,6 @@ def options() -> argparse.Namespace:
     option("--microbatches", type=words, default=["1x"], metavar="M,...", help=meaning)
     option("--width", type=int, default=1, help="data-parallel pipelines")
     option("--real", action="store_true", help="compute, do not sleep")
-    option("--mixed", action="store_true", help="plans for a cluster of two GPUs")
-    option("--microbatch", type=int, default=4, help="with --mixed")
-    option("--scale", type=float, default=20.0, help="with --mixed: of the planner's seconds (20)")
     option("--forward-ms", type=float, default=100)
     option("--backward-ms", type=float, default=200)
     option("--step-ms", type=numbers, default=[], metavar="N,...", help="of the optimizer: a row for each, and for 0")
@@ -71,7 +63,7 @@ def options() -> argparse.Namespace:
         parser.error("--iterations must be 7 at least: three fill the pipeline, two empty it")
     if chosen.real:
         chosen.forward_ms = chosen.backward_ms = 0.0
-    chosen.schedules = chosen.schedules or (MIXED if chosen.mixed else OURS if chosen.real else ALL)
+    chosen.schedules = chosen.schedules or (OURS if chosen.real else ALL)
     return chosen
 
 
@@ -152,10 +144,6 @@ def main() -> int:
     chosen = options()
     machine = {"cores": os.cpu_count(), "python": platform.python_version()}
     result = {"machine": machine, "rows": [], "failures": []}
-    if chosen.mixed:
-        result["rows"] = [mixed_stages.compare(name, chosen.stages[0], chosen) for name in chosen.schedules]
-        write_result(chosen.json, result)
-        return 0
     cases = [
         (
             stages,

@@ -94,31 +94,38 @@ def late_microbatches(args: Args) -> int | None:
     late = args.two_bw_late_microbatches
     if late is None and args.two_bw_correction == "auto":
         least = TwoBW(extra_warmup=args.two_bw_extra_warmup).min_microbatches(args.pipeline_model_parallel_size)
-        late = min(2 * least, microbatches(args) // 2)
-        return late if late >= least else None
+        return late_of_auto(least, microbatches(args))
     return late if late is not None and late < microbatches(args) else None
+
+
+def late_of_auto(least: int, count: int) -> int | None:
+    """Of `count` microbatches of a batch; None: all. The schedule needs `least` of them."""
+    late = min(2 * least, count // 2)
+    return late if late >= least else None
 
 
 def note(found: Correction | None, args: Args) -> str | None:
     """A line on the correction of a run of 2bw: what `auto` stands for, or that there is none. None: nothing to say."""
     if args.pipeline_schedule != "2bw":
         return None
+    tokens = batch_size(args) * (args.seq_length or 0)
     if found is not None and args.two_bw_correction == "auto":
         late = late_microbatches(args)
         which = "all microbatches" if late is None else f"the first {late} of {microbatches(args)} microbatches"
         line = f"> 2bw: --two-bw-correction auto: {which} of a batch are late; weights {found.factor:g} updates ahead"
         line += f", and {found.gradient:g} x the last gradient's part of an update" * (found.gradient > 0)
         line += f"; --adam-beta1 {args.adam_beta1:g}" * (args.optimizer == "adam")
-        return line + measured(args, 1 if late is None else 2 if 3 * late > microbatches(args) else 3)
+        return f"{line}. {gap(tokens, late, microbatches(args))}"
     if found is None and not args.two_bw_sync_iterations:
         text = "gradients are late by one update, which raises the loss; --two-bw-correction auto recovers most of it"
-        return f"> 2bw: {text}" + measured(args, 0)
+        return f"> 2bw: {text}. {gap(tokens)}"
     return None
 
 
-def measured(args: Args, column: int) -> str:
-    """The gap of GAPS at the nearest number of tokens a batch."""
-    tokens = batch_size(args) * (args.seq_length or 0)
+def gap(tokens: int, late: int | None = None, count: int = 0) -> str:
+    """The gap of GAPS at the nearest number of tokens a batch, of `auto` with so many late of `count` microbatches, or
+    with all late if None; of plain 2BW if `count` is 0."""
+    column = 0 if not count else 1 if late is None else 2 if 3 * late > count else 3
     known = [each for each, gaps in GAPS.items() if gaps[column] is not None]
     nearest = min(known, key=lambda each: max(each, tokens) / max(min(each, tokens), 1))
-    return f". At {nearest:,} tokens a batch a small GPT's gap to vanilla's loss was {GAPS[nearest][column]:+.1f} %"
+    return f"At {nearest:,} tokens a batch a small GPT's gap to vanilla's loss was {GAPS[nearest][column]:+.1f} %"

@@ -7,6 +7,7 @@ ESTIMATED.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
@@ -30,10 +31,15 @@ class Link(Described):
     pair_gb_s: Amount = 0.0  # inside a server, in a ring of 2 of its GPUs; 0: as gb_s
     four_gb_s: Amount = 0.0  # in a ring of 3 or 4 of them; 0: as gb_s
     message_gb_s: Amount = 0.0  # inside a server, of one message between two GPUs; 0: as in a ring of 2
+    many_gb_s: Amount = 0.0  # between servers, of a collective over 16 of them or more; 0: as gb_s
 
     def rate(self, sharers: int, cards: int = 1) -> float:
         """Bytes per second of one of `sharers` concurrent messages, each over `cards` cards."""
         return self.gb_s * 1e9 * min(1 / sharers, cards / self.rails, 1)
+
+    def share(self, servers: int) -> float:
+        """Of the rate, what a collective over so many servers reaches; between 2 and 16 by their logarithm."""
+        return (self.many_gb_s / self.gb_s if self.many_gb_s else 1) ** min(math.log2(servers / 2) / 3, 1)
 
     def among(self, gpus: int) -> float:
         """Bytes per second of one of `gpus` GPUs of a server in their ring."""

@@ -63,8 +63,11 @@ def _device(gpu: str | dict[str, Any], where: str) -> Device:
     known = known_gpu(name)
     if isinstance(gpu, str) and known is None:
         raise UserError(f"{where}: {gpu} is not one of {', '.join(GPUS)}; or describe it")
+    if isinstance(gpu, str):
+        return known
     defaults = asdict(known) if known else {"name": name} | ({"error": CPU_ERROR} if name == "cpu" else {})
-    return described(Device, defaults | (gpu if isinstance(gpu, dict) else {}), where)
+    taken = f"{known.name}'s where the file gives nothing: {known.calibration}" if known else Device.calibration
+    return described(Device, defaults | {"calibration": taken} | gpu, where)
 
 
 def to_yaml(cluster: Cluster, path: Path) -> None:

@@ -159,7 +159,8 @@ def _searched(cost: Cost, space: Space, options: argparse.Namespace) -> explain.
     print(f"searching the plans of {cost.model.name} on {explain.gpus(cost)} ...", file=sys.stderr, flush=True)
     shares = dict.fromkeys((cost.spare, 0.0))
     spaces = [space] + [replace(space, context=None)] * (options.context is None and cost.memory.flash)
-    searches = [Search(cost.on(cost.cluster, spare=share), each) for each in spaces for share in shares]
+    ways = [(share, each) for each in spaces for share in shares] + [(-advice.TIGHT, space)]
+    searches = [Search(cost.on(cost.cluster, spare=share), each) for share, each in ways]
     for search in searches:
         plans, ties = advice.ranked(search, options.top)
         if plans:
@@ -169,7 +170,12 @@ def _searched(cost: Cost, space: Space, options: argparse.Namespace) -> explain.
         return None
     if search.space.context is None:
         print("nothing fits without context parallelism: planned is --context-parallel-size too", file=sys.stderr)
-    if search.cost.spare < cost.spare:
+    if search.cost.spare < 0:
+        print(
+            f"no plan fits by the estimate; these are at most {100 * advice.TIGHT:g} % above the memory",
+            file=sys.stderr,
+        )
+    elif search.cost.spare < cost.spare:
         print(f"no plan leaves {100 * cost.spare:g} % of the memory free: they may run out", file=sys.stderr)
     seconds, cost = time.monotonic() - begun, search.cost
     return explain.Result(cost, search.space, [cost.estimate(plan) for plan in plans], search, seconds, ties)

@@ -34,15 +34,3 @@ def test_schedule_efficiency(tmp_path: Path, monkeypatch):
             assert (row["versions"], row["peak_activations"]) == (1, in_flight)
     assert {row["schedule"] for row in rows if row["flags"] == "--gpipe-round 1"} == {"gpipe"}
     assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_mixed_stages(tmp_path: Path, monkeypatch):
-    """The plan gives the slow GPUs fewer layers, and both plans run."""
-    path = tmp_path / "mixed.json"
-    flags = "--mixed --stages 2 --scale 0.05 --schedules 2bw --iterations 7".split()
-    monkeypatch.setattr(sys, "argv", ["schedule_efficiency.py", *flags, "--json", str(path)])
-    assert schedule_efficiency.main() == 0
-    (row,) = json.loads(path.read_text())["rows"]
-    (fast, slow), alike = row["run"]["plan"]["layers"], row["run"]["plan of slow GPUs"]["layers"]
-    assert fast > slow and fast > alike[0] and fast + slow == sum(alike) == 24
-    assert row["all sizes"]["gain"] > 1 and row["run"]["simulated gain"] > 1 and row["run"]["measured gain"] > 0

@@ -12,14 +12,7 @@ from megatron_2bw.models import cluster as clusters
 from megatron_2bw.models.model import Model
 from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.measure.calibrate import (
-    DEVICE,
-    SHARE_LIMIT,
-    calibrate,
-    cross_validated,
-    memory_errors,
-    predict,
-)
+from megatron_2bw.planner.measure.calibrate import DEVICE, calibrate, cross_validated, memory_errors, predict
 from megatron_2bw.planner.measure.runs import COLUMNS, Run, read, read_log, read_runs
 
 PRESET = clusters.preset("dgx-a100-80", 1)
@@ -99,13 +92,6 @@ def test_constants_that_runs_say_nothing_about_stay():
     assert calibrate(PRESET, runs_on(truth)).between.gb_s < 0.5 * PRESET.between.gb_s
 
 
-def test_shares_keep_below_the_whole():
-    runs = [replace(run, seconds=run.seconds / 3) for run in runs_on(PRESET, models=(LARGE,))]
-    fitted = calibrate(PRESET, runs)
-    assert fitted.device.gemm_efficiency <= SHARE_LIMIT and fitted.device.memory_efficiency <= SHARE_LIMIT
-    assert sum(errors(fitted, runs)) < sum(errors(PRESET, runs))
-
-
 def test_one_wrong_row_has_little_weight():
     runs = runs_on(changed(PRESET, gemm_efficiency=0.8, inside_gb_s=0.85))
     wrong = [replace(run, seconds=run.seconds * (0.5 if index == 4 else 1)) for index, run in enumerate(runs)]
@@ -129,15 +115,6 @@ def test_memory_is_compared_where_it_was_measured():
     cost = Cost(runs[1].model, PRESET, "bf16", False)
     runs[1] = replace(runs[1], memory=cost.memory.heaviest(runs[1].plan) / 2**30 / 1.1)
     assert memory_errors(PRESET, runs) == pytest.approx([0.1])
-
-
-def test_predictions_are_the_costs_of_as_many_servers_as_a_run_has():
-    runs = runs_on(PRESET)
-    for run in runs:
-        cost = Cost(run.model, clusters.preset("dgx-a100-80", -(-run.plan.gpus // 8)), "bf16", False)
-        assert run.seconds == cost.seconds(run.plan)
-    assert predict(PRESET, [replace(runs[0], flash=True)]) != [runs[0].seconds]
-    assert predict(PRESET, [replace(runs[0], precision="fp32")])[0] > runs[0].seconds
 
 
 # --- the table of runs -----------------------------------------------------------------------------------------------

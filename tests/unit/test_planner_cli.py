@@ -153,8 +153,14 @@ def test_plans_leave_memory_free_if_any_does(call, plans):
     words = "--model gpt-3.8b --cluster 8xa10 --max-global-batch-size 16 --top 1"
     assert plans(words)[0]["headroom"] >= SPARE * clusters.GPUS["A10"].memory_gib * 2**30
     tight = "--schedules 2bw --gradient-slots 2 --recompute none --micro-batch-size 2 --tensor-model-parallel-size 1"
-    ended = call(words, tight, "--pipeline-model-parallel-size 8 --no-host-optimizer --seq-length 784")
-    assert ended.status == 0 and len(ended.errors) == 1 and ended.errors[0].startswith("no plan leaves 2 % ")
+    words = f"{words} {tight} --pipeline-model-parallel-size 8 --no-host-optimizer --context-parallel-size 1"
+    for length, said in (
+        ("784", "no plan leaves 2 % "),
+        ("928", "no plan fits by the estimate; these are at most 10 % "),
+    ):
+        ended = call(words, "--seq-length", length)
+        assert ended.status == 0 and len(ended.errors) == 1 and ended.errors[0].startswith(said)
+    assert call(words, "--seq-length 2048").status == 1
 
 
 @pytest.mark.parametrize("flag", ["--script", "--sbatch", "--json", "--report"])
@@ -287,7 +293,8 @@ def test_a_yaml_file_is_the_cluster_that_it_describes(write):
 )
 def test_a_described_gpu_of_a_known_name_has_the_rest_of_that_one(gpu, known, write):
     entries = {"name": gpu, "memory_gib": 70, "tflops": 300}
-    assert from_yaml(write(DESCRIBED | {"gpu": entries})).device == replace(clusters.GPUS[known], **entries)
+    found, of = from_yaml(write(DESCRIBED | {"gpu": entries})).device, clusters.GPUS[known]
+    assert found == replace(of, **entries, calibration=f"{known}'s where the file gives nothing: {of.calibration}")
     assert from_yaml(write(DESCRIBED | {"gpu": gpu})).device == clusters.GPUS[known]
 
 

@@ -120,10 +120,29 @@ def test_all_reduces_by_hand():
     assert all_reduce(CLUSTER, Group(16, 2, 1), size) == pytest.approx(15 / 25 + latency)
     fast = replace(CLUSTER, between=Link(1000, 50))
     assert all_reduce(fast, Group(16, 2, 1), size) == pytest.approx(15 / 100 + latency)
-    # An all-gather has half of the bytes and steps, and a start of its own.
-    assert 2 * half(CLUSTER, Group(16, 2, 1), size) == pytest.approx(15 / 25 + latency + begin, rel=1e-9)
+    # An all-gather has half of the bytes; of the 15 steps of its ring one is between the servers.
+    ring = (14 * 10 + 50) * 1e-6 + begin
+    assert half(CLUSTER, Group(16, 2, 1), size) == pytest.approx(7.5 / 25 + ring, rel=1e-9)
+    # Collectives over many servers reach less: 25 GB/s over two, 6.4 over 16 or more, by steps of 1/1.575 between.
+    shared = replace(CLUSTER, between=Link(25, 0, many_gb_s=6.4))
+    for servers, rate in ((2, 25), (4, 15.874), (16, 6.4), (64, 6.4)):
+        sent = (servers - 1) / servers * size
+        assert half(shared, Group(servers, servers, 1), size) == pytest.approx(sent / rate / 1e9, rel=1e-4)
     cpus = replace(CLUSTER, device=replace(DEVICE, name="cpu"))
     assert all_reduce(cpus, Group(8, 1, 1), 8) == pytest.approx(14 * 10e-6)
+
+
+def test_megatron_overlaps_all_buckets_but_one():
+    """Buckets of 40 million parameters; with more than 40 replicas of a million for each."""
+    model = Model("one layer", 1, 4096, 32, vocab=128, tied=False)  # 202 million parameters: 6 buckets
+    for width, buckets in ((8, 6), (128, 2)):
+        cost = Cost(model, replace(CLUSTER, servers=width // 8))
+        plan = Plan(1, 1, width, 1, 1, schedule="megatron", distributed_optimizer=True)
+        seconds = cost._step(plan).reduce[0] + (buckets - 1) * half(CLUSTER, cost.compute.layout(plan).data, 0)
+        assert cost._exposed(plan, 0, cost._step(plan).reduce[0], 1e9) == pytest.approx(seconds / buckets)
+        hidden = seconds / 1000
+        exposed = cost._exposed(plan, 0, cost._step(plan).reduce[0], hidden)
+        assert exposed == pytest.approx(seconds - hidden * (buckets - 1) / buckets)
 
 
 def test_a_ring_of_fewer_gpus_of_a_server_has_its_own_rate():

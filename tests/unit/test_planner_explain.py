@@ -15,6 +15,7 @@ from megatron_2bw.models.plan import Plan
 from megatron_2bw.models.profile import BlockTime, Profile
 from megatron_2bw.planner.cost.memory import GIB
 from megatron_2bw.planner.cost.simulated import Cost
+from megatron_2bw.planner.find.advice import TIGHT
 from megatron_2bw.planner.find.search import Search
 from megatron_2bw.planner.find.space import Space
 from megatron_2bw.planner.tell import rejections as left_out
@@ -225,6 +226,17 @@ def test_the_fastest_plan_that_does_not_fit_is_named(tight):
         name, rate, need = re.findall(r"^- (.+) \((.+) sam.+ needs ([\d.]+) GiB", rejections(found), re.MULTILINE)[0]
         assert name not in {estimate.plan.title for estimate in found.estimates} and float(need) < 185
         assert float(rate) > min(estimate.throughput for estimate in found.estimates)
+
+
+def test_faster_plans_that_may_fit_are_told_and_never_first():
+    """Their certain bytes fit, and the estimate is at most a tenth of the GPU's memory above what is allowed."""
+    found = searched(LARGER, replace(P3, gpus_per_server=4), 32)
+    (estimate,), cost = found.tight, found.cost
+    assert cost.on(cost.cluster, spare=-TIGHT).fits(estimate.plan) and not cost.fits(estimate.plan)
+    assert estimate.throughput > found.estimates[0].throughput and estimate.headroom < 0
+    assert all(stage.certain <= room for stage, room in zip(estimate.memory, estimate.capacities))
+    assert f"\ntight  {estimate.plan.schedule_name}" in table(found) and "tight: faster, and at most 10 %" in table(found)
+    assert as_json(found)["tight"][0]["name"] == estimate.plan.title
 
 
 # --- nothing fits ----------------------------------------------------------------------------------------------------

@@ -12,6 +12,9 @@ from functools import lru_cache
 
 from megatron_2bw.models.cluster import Cluster
 
+# All-reduces that a reduce-scatter or an all-gather of gloo takes on average: 2.4 to 2.9, and 1.3 to 1.8, of 64 MB on 2
+# and 4 CPU ranks.
+GLOO = 2
 START = 20  # us: what a collective takes apart from bytes and steps (SimuMax, B200: 22; bench/measured/all_reduce.csv)
 
 
@@ -97,23 +100,28 @@ def all_reduce(cluster: Cluster, group: Group, size: float) -> float:
 
     Each rank sends 2 (n - 1)/n of the bytes; a server's network carries that once per group.
     """
-    return 2 * half(cluster, group, size) - _start(cluster, group)
+    inside, between = cluster.inside.latency_us, cluster.between.latency_us
+    latency = 2e-6 * ((group.in_server - 1) * inside + math.log2(group.servers) * between)
+    return 2 * _sent(cluster, group, size) + latency + _start(cluster, group)
 
 
 def half(cluster: Cluster, group: Group, size: float) -> float:
-    """Seconds of a reduce-scatter or an all-gather of `size` bytes in total: half an all-reduce, but a start of its
-    own."""
-    if group.size == 1:
-        return 0.0
-    sent = (group.size - 1) / group.size * size
-    inside, between = cluster.inside, cluster.between
-    seconds, latency = 0.0, (group.in_server - 1) * inside.latency_us
-    if group.in_server > 1:
-        seconds = sent / inside.among(group.in_server)
+    """Seconds of a reduce-scatter or an all-gather of `size` bytes in total: NCCL has a ring of all ranks for them, of
+    whose steps one less than there are servers wait for the network (src/graph/tuning.cc)."""
+    if cluster.device.name == "cpu":
+        return GLOO * all_reduce(cluster, group, size)
+    inside, between = cluster.inside.latency_us, cluster.between.latency_us
+    latency = 1e-6 * ((group.size - group.servers) * inside + (group.servers - 1) * between)
+    return _sent(cluster, group, size) + latency + _start(cluster, group)
+
+
+def _sent(cluster: Cluster, group: Group, size: float) -> float:
+    """Seconds in which each rank sends (n - 1)/n of the bytes."""
+    sent, inside, between = (group.size - 1) / group.size * size, cluster.inside, cluster.between
+    seconds = sent / inside.among(group.in_server) if group.in_server > 1 else 0.0
     if group.servers > 1:
-        seconds = max(seconds, sent / between.rate(group.sharers, group.in_server))
-        latency += math.log2(group.servers) * between.latency_us
-    return seconds + latency * 1e-6 + _start(cluster, group)
+        seconds = max(seconds, sent / between.rate(group.sharers, group.in_server) / between.share(group.servers))
+    return seconds
 
 
 def all_to_all(cluster: Cluster, group: Group, size: float) -> float:

@@ -105,8 +105,13 @@ class StageMemory:
     buffers: float
 
     @property
+    def certain(self) -> float:
+        """Exact: the rest depends on kernels, on time and on the allocator."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.buffers
+        return self.certain + self.activations + self.logits + self.buffers
 
 
 def layer_activations(

@@ -36,8 +36,8 @@ from megatron_2bw.timelines.simulator import Times, long_iteration_time
 
 # The first GPU for which Transformer Engine has kernels, by compute capability.
 ENGINE_FROM = 8.0
-# Share of an overlapped collective that no computation hides: its first or last bucket.
-MIN_EXPOSED_SHARE = 0.05
+# Parameters of a bucket of Megatron's overlapped collectives, at least, and for each replica (--ddp-bucket-size).
+BUCKET, BUCKET_OF_REPLICA = 40e6, 1e6
 # Messages that add a smaller share to a microbatch's time are not worth extra warm-up of 2bw.
 MIN_HIDDEN_SHARE = 0.02
 # A bound that misses an iteration's time by less than this share is taken for the time.
@@ -400,8 +400,8 @@ class Cost:
     def _reduce(self, plan: Plan, works: list[Work], messages: list[tuple[float, float]], step: _Step) -> list[float]:
         """Seconds from a stage's last backward until its gradients are reduced over its replicas."""
         seconds = step.reduce
-        if plan.schedule == "megatron":  # overlaps the last microbatch's backward, bucket by bucket
-            seconds = [max(time - work.backward, time * MIN_EXPOSED_SHARE) for time, work in zip(seconds, works)]
+        if plan.schedule == "megatron":  # overlaps the last microbatch's backward, but for the last bucket
+            seconds = [self._exposed(plan, stage, seconds[stage], work.backward) for stage, work in enumerate(works)]
         place = self.compute.layout(plan)
         if plan.pipeline.late_step and place.data.servers > 1:
             # It overlaps the next batch, and that batch's messages take their share of the network first.
@@ -424,6 +424,14 @@ class Cost:
 
     def _gather(self, plan: Plan, works: list[Work], seconds: float) -> float:
         """Exposed seconds of the distributed optimizer's parameter all-gather."""
-        if plan.schedule == "megatron":  # overlaps the first microbatch's forward
-            return max(seconds - works[0].forward, seconds * MIN_EXPOSED_SHARE)
+        if plan.schedule == "megatron":  # overlaps the first microbatch's forward, but for the first bucket
+            return self._exposed(plan, 0, seconds, works[0].forward)
         return seconds
+
+    def _exposed(self, plan: Plan, stage: int, seconds: float, hidden: float) -> float:
+        """Seconds of a stage's collective over the replicas that Megatron does not overlap with computation: it has
+        buckets of BUCKET parameters or more, and one of them is before or behind all computation."""
+        buckets = math.ceil(self._parameters(plan)[stage][0] / max(BUCKET, BUCKET_OF_REPLICA * plan.replicas))
+        collective = half if plan.distributed_optimizer else all_reduce
+        seconds += (buckets - 1) * collective(self.cluster, self.compute.layout(plan).data, 0.0)
+        return max(seconds - hidden * (1 - 1 / buckets), seconds / buckets)

@@ -21,6 +21,9 @@ DELAY = 0.02
 # The share of a GPU's memory that plans leave free beyond the margin, if any plan does: the estimated memory of
 # SimuMax's runs on B200 is wrong by 1.7 % at most (bench/planner_accuracy.py).
 SPARE = 0.02
+# A plan whose certain bytes fit is tight if its estimate is at most this share of a GPU's memory too large: an 8B of
+# NeMo's tuner ran on 80 GB, and the estimate was 86.5 GiB.
+TIGHT = 0.1
 
 
 def tie(error: float) -> float:

@@ -13,11 +13,12 @@ from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
 from operator import attrgetter
 
+from megatron_2bw.flags.correction import gap, late_of_auto
 from megatron_2bw.models.cluster import Cluster
 from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.memory import GIB, StageMemory
 from megatron_2bw.planner.cost.simulated import Cost, Estimate, Split
-from megatron_2bw.planner.find.advice import tie
+from megatron_2bw.planner.find.advice import TIGHT, tie
 from megatron_2bw.planner.find.search import Search, on_fewer
 from megatron_2bw.planner.find.space import Space
 
@@ -72,6 +73,15 @@ class Result:
         return found
 
     @cached_property
+    def tight(self) -> list[Estimate]:
+        """The two fastest plans that are faster than the first one, and do not fit by the estimate, but may."""
+        loose, least = self.cost.on(self.cost.cluster, spare=-TIGHT), _per_sample(self.estimates[0])
+        found = map(self.cost.estimate, itertools.islice(filter(loose.fits, self.search.too_large), 9))
+        certain = (each for each in found if all(s.certain <= room for s, room in zip(each.memory, each.capacities)))
+        fastest = sorted((each for each in certain if _per_sample(each) < least), key=_per_sample, reverse=True)
+        return [*{each.plan.title: each for each in fastest}.values()][:-3:-1]
+
+    @cached_property
     def fewer(self) -> tuple[Cluster, Estimate] | None:
         """A part of the cluster and its fastest plan, if that is faster than the first plan on all GPUs."""
         limits = (_per_sample(estimate) * (1 - MIN_FEWER_GAIN) for estimate in self.estimates)
@@ -119,10 +129,10 @@ PLAN_COLUMNS = "# schedule t d w b m g recompute optim. ranks layers batch sampl
 
 def table(result: Result) -> str:
     """The ranked plans: choices and throughput; then the causes of an iteration's time, and the memory."""
-    cost, estimates, plans, times = result.cost, result.estimates, [], []
-    for rank, estimate in enumerate(estimates, 1):
+    cost, plans, times = result.cost, [], []
+    places = ["1=" if rank <= result.ties > 1 else str(rank) for rank, _ in enumerate(result.estimates, 1)]
+    for place, estimate in zip([*places, "tight", "tight"], [*result.estimates, *result.tight]):
         plan, each = estimate.plan, estimate.throughput / estimate.plan.gpus
-        place = "1=" if rank <= result.ties > 1 else str(rank)
         sizes = (plan.depth, plan.width, plan.microbatch, plan.microbatches)
         words = (
             f"{plan.accumulation:.1f}",
@@ -136,7 +146,8 @@ def table(result: Result) -> str:
         tensor = str(plan.tensor) + f" c{plan.context}" * (plan.context > 1) + f" e{plan.expert}" * (plan.expert > 1)
         plans.append([place, plan.schedule_name, tensor, *map(str, sizes), *words])
         shares = (_percent(getattr(estimate.split, term) / estimate.seconds, 1) for term in TERMS)
-        memory = (f"{size / GIB:.2f} GiB" for size in (estimate.heaviest, estimate.headroom))
+        certain = max(stage.certain for stage in estimate.memory)
+        memory = (f"{size / GIB:.2f} GiB" for size in (certain, estimate.heaviest, estimate.headroom))
         seconds = (f"{three(time)} s" for time in (estimate.seconds, cost.cluster.device.error * estimate.seconds))
         times.append([place, *seconds, *shares, *memory])
     within = _percent(tie(cost.cluster.device.error))
@@ -154,8 +165,11 @@ def table(result: Result) -> str:
             *[ties] * (result.ties > 1),
             "",
             f"Where an iteration's time goes, and memory ({tagged})",
-            *aligned([["#", "iteration", "+-", *TERMS, "heaviest", "headroom"], *times], set()),
-            "+-: of measured times nine of ten are within it (calibrate measures it on your runs).",
+            *aligned([["#", "iteration", "+-", *TERMS, "certain", "heaviest", "headroom"], *times], set()),
+            "+-: of measured times nine of ten are within it (calibrate measures it on your runs). certain: weights,",
+            "gradients, optimizer, on the GPU with most. heaviest: and activations and buffers, which are estimates.",
+            *[f"tight: faster, and at most {_percent(TIGHT)} above the memory by the estimate: it may fit, or run out."]
+            * bool(result.tight),
         ]
     )
 
@@ -234,11 +248,13 @@ def gain(result: Result) -> Iterator[str]:
             )
         corrected = stage.optimizer - result.cost.estimate(plan.changed(extrapolate=False)).memory[fullest].optimizer
         trained = stage.weights - result.cost.memory.frozen(plan, fullest, plan.layers_of(result.cost.model)[fullest])
-        copy = f", the correction's copy of the weights ({corrected / GIB:.2f} GiB)," * plan.extrapolate
+        least, tokens = plan.pipeline.min_microbatches(plan.depth), plan.global_batch * result.cost.model.sequence
+        loss = gap(tokens, late_of_auto(least, plan.microbatches), plan.microbatches * plan.extrapolate)
+        copy = f", the correction's copy of the weights ({corrected / GIB:.2f} GiB)," * (corrected > 0)
         yield (
             f"2bw against a flush: {rate(late)} is {late.throughput / exact.throughput:.2f} times as fast as "
             f"{rate(exact)}. {bubble} It costs one more weight version{slot} "
-            f"({(trained / 2 + part * stage.gradients) / GIB:.2f} GiB){copy} and a delay of one update."
+            f"({(trained / 2 + part * stage.gradients) / GIB:.2f} GiB){copy} and a delay of one update. {loss}."
         )
     elif not late and result.space.extrapolate and "2bw" in result.space.schedules:
         search = Search(result.cost, replace(result.space, schedules=("2bw",), extrapolate=False))

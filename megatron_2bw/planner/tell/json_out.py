@@ -25,6 +25,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "ties": result.ties,
         "run": {"model": cost.model.flags(), "data": jobs.mock_data(cost.model)},
         "plans": [_estimate(cost, estimate) for estimate in result.estimates],
+        "tight": [_estimate(cost, estimate) for estimate in result.tight],
         "rejected": dict(search.rejected),
         "cost": cost.method,
         "too_large": {
@@ -53,7 +54,7 @@ def _estimate(cost: Cost, estimate: Estimate) -> dict[str, Any]:
         "samples_per_second": estimate.throughput,
         "tokens_per_second": estimate.throughput * cost.model.sequence,
         "split": asdict(estimate.split),
-        "memory": [asdict(stage) | {"total": stage.total} for stage in estimate.memory],
+        "memory": [asdict(stage) | {"certain": stage.certain, "total": stage.total} for stage in estimate.memory],
         "capacity": min(estimate.capacities),
         "headroom": estimate.headroom,
     }

@@ -22,7 +22,7 @@ SHORTEST = 512  # tokens of a sequence that is proposed
 
 def rejections(result: Result) -> str:
     """The rejected plans by cause, and the fastest with a name of its own that another known GPU would hold."""
-    cost, search, known = result.cost, result.search, {estimate.plan.title for estimate in result.estimates}
+    cost, search, known = result.cost, result.search, {e.plan.title for e in result.estimates + result.tight}
     lines = [
         "Illegal plans by cause:" + " none" * (not search.rejected),
         *(f"  {count:6}  {cause}" for cause, count in search.rejected.most_common()),
