@@ -57,8 +57,9 @@ test: install
 	$(PYTEST) $(TWO) tests/unit
 	$(PYTEST) $(TWO) -m proof tests/distributed tests/e2e tests/lists
 
+# .ci/run gives LESS, and leaves the dear tests to .ci/run nightly.
 test-rest: install
-	$(PYTEST) $(TWO) -m "not proof" tests/distributed tests/e2e tests/lists
+	$(PYTEST) $(TWO) -m "not proof$(LESS)" tests/distributed tests/e2e tests/lists
 
 test-all: test test-rest test-device
 
@@ -68,7 +69,7 @@ test-docs: install
 # Without a GPU; tests/device/device.cpp says what the stand-in does.
 test-device: install
 	rm -rf build/coverage
-	$(subst -m pytest,-m coverage run -m pytest,$(PYTEST)) $(TWO) --device stand-in -m "device or proof" \
+	$(subst -m pytest,-m coverage run -m pytest,$(PYTEST)) $(TWO) --device stand-in -m "(device or proof)$(LESS)" \
 	    tests/device tests/model tests/distributed/test_update_rule.py
 	$(PYTHON) -m coverage combine --quiet && $(PYTHON) -m tests.device.lines
 

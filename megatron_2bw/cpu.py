@@ -166,6 +166,8 @@ def install() -> None:
     _replace(undo, torch.autograd, "_engine_run_backward", _in_the_mode(torch.autograd._engine_run_backward))
     # Compiling small fusions with a C++ compiler costs minutes and gains nothing here; its import costs seconds.
     _replace(undo, torch, "compile", _uncompiled)
+    # Without AVX-512 oneDNN's products in 16 bits take ten times as long as torch's own.
+    _replace(undo, torch.backends.mkldnn, "enabled", torch.backends.cpu.get_cpu_capability() not in ("AVX2", "DEFAULT"))
     # Below compute capability 10 Megatron wants this of tensor-parallel GPU runs; no kernel queue exists here.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     without_triton()

@@ -28,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cpu: it trains nothing, or stands in for a GPU: skipped with --device cuda")
     config.addinivalue_line("markers", "device: only with --device stand-in")
+    config.addinivalue_line("markers", "nightly: dear; .ci/run leaves it out unless it is a proof")
     config.addinivalue_line("markers", "proof(*cases): one proof of a claim; of these cases, if any are named")
     device = config.getoption("--device")
     if device == "stand-in":  # of the ranks; this process has none

@@ -33,6 +33,7 @@ def run(command: Path, *words: str, cwd: Path, status: int = 0) -> str:
     return ran.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_from_an_empty_folder_to_a_sample(tmp_path):
     environment, folder = tmp_path / "environment", tmp_path / "empty"

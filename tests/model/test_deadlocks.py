@@ -10,7 +10,8 @@ import pytest
 from tests.model import cases
 from tests.model.explore import Programs, World, device_waits, exhaust, sample, streams_of
 
-pytestmark = [pytest.mark.device, pytest.mark.timeout(1200)]  # seconds on an idle machine; others may be busy
+# Seconds on an idle machine; others may be busy.
+pytestmark = [pytest.mark.device, pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 
 def mapping(queues: int, seed: int):
@@ -50,7 +51,7 @@ def examine(programs: Programs, runs: int) -> None:
         assert_free(World(programs, queue_of=None, limit=limit), runs // 20)
 
 
-@pytest.mark.proof("tied", "sharded", "more-extra-warmup")
+@pytest.mark.proof("tied", "sharded", "more-extra-warmup", "saving", "tokens")
 @pytest.mark.parametrize("name", cases.CASES)
 def test_no_order_of_issue_ends_in_a_deadlock(name):
     examine(cases.programs_of(name), runs=30)

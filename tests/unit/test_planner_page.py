@@ -46,7 +46,8 @@ def best_plan(cost: Cost, space: Space, rate: float) -> Estimate:
 
 
 def test_the_example_is_the_plan_of_today():
-    cost = Cost(model.preset("gpt-2.2b"), cluster.preset("p3.16xlarge", 8), "fp16", spare=SPARE, torch_adam=True)
+    servers = int(re.search(r"GPUs stay idle: .* \(--servers (\d+) ", PAGE)[1])
+    cost = Cost(model.preset("gpt-2.2b"), cluster.preset("p3.16xlarge", servers), "fp16", spare=SPARE, torch_adam=True)
     line = next(line.strip() for line in PAGE.splitlines() if line.startswith("    Best: "))
     best = best_plan(cost, Space(512, extrapolate=True), float(re.search(r"([\d.]+) samples/s", line)[1]))
     sizes = f"{best.heaviest / GIB:.2f} GiB of {min(best.capacities) / GIB:.2f} allowed"

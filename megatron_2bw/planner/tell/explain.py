@@ -74,12 +74,13 @@ class Result:
 
     @cached_property
     def tight(self) -> list[Estimate]:
-        """The two fastest plans that are faster than the first one, and do not fit by the estimate, but may."""
-        loose, least = self.cost.on(self.cost.cluster, spare=-TIGHT), _per_sample(self.estimates[0])
-        found = map(self.cost.estimate, itertools.islice(filter(loose.fits, self.search.too_large), 9))
+        """Of the fastest plans that do not fit by the estimate, but may, those that are faster than the first one."""
+        loose, named = self.cost.on(self.cost.cluster, spare=-TIGHT), {}
+        for plan in itertools.islice(filter(loose.fits, self.search.too_large), 6):
+            named.setdefault(plan.title, plan)
+        found = map(self.cost.estimate, itertools.islice(named.values(), 2))
         certain = (each for each in found if all(s.certain <= room for s, room in zip(each.memory, each.capacities)))
-        fastest = sorted((each for each in certain if _per_sample(each) < least), key=_per_sample, reverse=True)
-        return [*{each.plan.title: each for each in fastest}.values()][:-3:-1]
+        return [each for each in certain if _per_sample(each) < _per_sample(self.estimates[0])]
 
     @cached_property
     def fewer(self) -> tuple[Cluster, Estimate] | None:
