@@ -123,8 +123,8 @@ def monotonic(queries: int) -> list[Check]:
         on = replace(on, between=cluster.Link(draw.choice((1, 3, 12, 50)), draw.choice((5, 50))))
         batch, more = draw.choice((8, 16, 32, 48, 64)), draw.choice(list(MORE))
         before, after = best(of, on, batch), best(of, MORE[more](on), batch)
-        rows.append({"more": more, "model": shape, "cluster": (name, on.servers, on.gpus_per_server), "batch": batch})
-        rows[-1] |= {"before": before, "after": after}
+        sizes = {"more": more, "model": shape, "cluster": (name, on.servers, on.gpus_per_server), "batch": batch}
+        rows.append(sizes | {"before": before, "after": after})
     worse = [row for row in rows if row["after"] < row["before"] * (1 - 1e-9)]
     most = max((1 - row["after"] / row["before"] for row in worse), default=0.0)
     result = f"{len(worse)} slower, at most by {most:.1%}"

@@ -243,9 +243,6 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
 OURS = ("--global-batch-size", "virtual stages only", "pipedream with")
 
 
-# --- random plans -----------------------------------------------------------------------------------------------------
-
-
 @st.composite
 def plans(draw) -> tuple[Plan, Model]:
     """Plans and models that are legal about as often as not."""
