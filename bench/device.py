@@ -37,17 +37,18 @@ from tests.device import build
 SEQUENCE, FIRST = 512, 4
 # Of the planner's CONTEXT, what torch's allocator holds: workspaces of cuBLAS for two streams, and Megatron's buffer.
 WORKSPACES = 2**27
-FLUSH, IN_BF16 = dict(schedule="megatron"), dict(grad_reduce_in_bf16=True)
+FLUSH, IN_BF16, ONE = dict(schedule="megatron"), dict(grad_reduce_in_bf16=True), dict(gradient_slots=1)
 PLANS = [
-    *(("gpt-355m", Plan(1, 1, 1, 8, 8, **more)) for more in (FLUSH, {}, dict(gradient_slots=1))),
+    *(("gpt-355m", Plan(1, 1, 1, 8, 8, **more)) for more in (FLUSH, {}, ONE)),
     *(("gpt-355m", Plan(1, 2, 1, 4, 8, **more)) for more in (FLUSH, {})),
     *(
         ("gpt-355m", Plan(1, 4, 1, 4, 8, **more))
         for more in (FLUSH, {}, dict(recompute="full"), dict(extrapolate=True))
     ),
-    *(("gpt-2.2b", Plan(1, 4, 1, 2, 8, **more)) for more in (FLUSH, {}, dict(gradient_slots=1))),
+    *(("gpt-2.2b", Plan(1, 4, 1, 2, 8, **more)) for more in (FLUSH, {}, ONE)),
     *(("gpt-2.2b", Plan(1, 4, 1, 2, 8, **more)) for more in (dict(recompute="full"), dict(extrapolate=True))),
     ("gpt-2.2b", Plan(1, 2, 2, 1, 4, distributed_optimizer=True)),
+    *(("gpt-8.3b", Plan(1, 4, 1, 1, 4, **more)) for more in (FLUSH, {}, dict(recompute="full"), ONE)),
     *(("gpt-355m", Plan(1, depth, 1, 4, 8, host=True)) for depth in (1, 4)),  # larger ones take too much host memory
     *(("gpt-355m lora 16", Plan(1, 2, 1, 4, 8, **more)) for more in (FLUSH, {})),
     *(("gpt-355m", Plan(1, 2, 2, 2, 4, host=True, distributed_optimizer=True, **more)) for more in ({}, IN_BF16)),
