@@ -64,7 +64,7 @@ test-rest: install
 test-all: test test-rest test-device
 
 test-docs: install
-	$(PYTEST) tests/docs
+	$(PYTEST) --timeout 1800 tests/docs
 
 # Without a GPU; tests/device/device.cpp says what the stand-in does.
 test-device: install

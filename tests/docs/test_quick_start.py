@@ -34,7 +34,7 @@ def run(block: str, folder: Path) -> str:
         },
     )
     try:
-        output, _ = process.communicate(timeout=600)
+        output, _ = process.communicate(timeout=1200)
     except subprocess.TimeoutExpired:
         stop_tree(process)
         raise
