@@ -242,4 +242,4 @@ def preset(name: str, servers: int) -> Cluster:
     return replace(PRESETS[name], servers=servers)
 
 
-OF_FEWER = ("pair_gb_s", "four_gb_s", "message_gb_s", "many_gb_s")  # rates of a link beside that of all its GPUs
+OF_FEWER = ("pair_gb_s", "four_gb_s", "message_gb_s", "many_gb_s")  # a link's other rates, scaled with gb_s
