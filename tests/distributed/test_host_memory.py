@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import threading
 import time
@@ -74,7 +75,10 @@ def test_the_device(name, kept):
 
 
 def train_with_delays(rank: int, argv: list[str], mutate) -> Run:
-    """Each copy, each wait for one, and each step is delayed at random; gradients are copied in many portions."""
+    """
+    Each copy and each step is delayed at random; gradients are copied in many portions. With a planted fault the first
+    copy is so late that the next backward has been there, also on a busy machine.
+    """
     from megatron_2bw.mcore import complete_gradients
     from megatron_2bw.mcore.host_memory import HostMemory
     from megatron_2bw.mcore.late_step import LateStep
@@ -84,17 +88,19 @@ def train_with_delays(rank: int, argv: list[str], mutate) -> Run:
     def delayed(owner: type, name: str) -> None:
         call = getattr(owner, name)
 
+        calls = itertools.count()
+
         def later(*args):
-            time.sleep(draw.choice([0, 0, 0.002, 0.01]))
+            time.sleep(3 if mutate and next(calls) == 0 else draw.choice([0, 0, 0.002, 0.01]))
             return call(*args)
 
         setattr(owner, name, later)
 
     complete_gradients.PORTION = 4000
-    if mutate is not None:
-        mutate(complete_gradients.Portion, HostMemory)
     for owner, name in ((complete_gradients.Portion, "take"), (HostMemory, "give"), (LateStep, "run_job")):
         delayed(owner, name)
+    if mutate is not None:
+        mutate(complete_gradients.Portion, HostMemory)
     return train(rank, argv)
 
 
@@ -104,7 +110,7 @@ def no_wait(portion, memory) -> None:
 
 def early_release(portion, memory) -> None:
     take = portion.take
-    portion.take = lambda self: (self._released.set(), time.sleep(0.005), take(self))
+    portion.take = lambda self: (self._released.set(), take(self))
 
 
 def no_zeros(portion, memory) -> None:
