@@ -57,9 +57,10 @@ test: install
 	$(PYTEST) $(TWO) tests/unit
 	$(PYTEST) $(TWO) -m proof tests/distributed tests/e2e tests/lists
 
-# .ci/run gives LESS, and leaves the dear tests to .ci/run nightly.
+# .ci/run gives LESS and REST, and leaves the others to .ci/run nightly.
+REST ?= tests/distributed tests/e2e tests/lists
 test-rest: install
-	$(PYTEST) $(TWO) -m "not proof$(LESS)" tests/distributed tests/e2e tests/lists
+	$(PYTEST) $(TWO) -m "not proof$(LESS)" $(REST)
 
 test-all: test test-rest test-device
 

@@ -62,7 +62,7 @@ def check_bytes(name: str, content: io.BytesIO) -> None:
 
 
 def causes(error: BaseException) -> str:
-    """The messages of all ranks, which torch collects."""
+    """The messages of all ranks, which torch collects, without its lists of all names."""
     failures = getattr(error, "failures", None) or {}
     texts = {str(cause[0] if isinstance(cause, tuple) else cause) for cause in failures.values()}
-    return "; ".join(sorted(texts)) or str(error)
+    return re.sub(r": \[[^]]*\]", "", "; ".join(sorted(texts)) or str(error))

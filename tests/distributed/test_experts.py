@@ -108,6 +108,18 @@ def test_a_resumed_run_is_the_uninterrupted_one(form, tmp_path):
     assert_goes_on(whole, run_pipeline([*argv, "--load", str(tmp_path)], 4))
 
 
+@pytest.mark.parametrize("flags", [BIAS, f"{BIAS} {SHARDED} --dist-ckpt-optim-fully-reshardable"])
+def test_a_resumed_run_may_split_experts_otherwise(flags, tmp_path):
+    """The second from what the first has saved. Sums are rounded in another order."""
+    argv = [*experts(1, 2, *flags.split(), width=4), "--save", str(tmp_path), "--save-interval", "2"]
+    whole = run_pipeline([*argv, "--expert-model-parallel-size", "2"], 4)
+    for start, split in ((2, "4"), (4, "2")):
+        more = ["--load", str(tmp_path), "--ckpt-step", str(start), "--expert-model-parallel-size", split]
+        rest = run_pipeline([*argv, *more], 4)
+        assert rest[-1].iterations == list(range(start + 1, 7))
+        assert_close(*(torch.stack(runs[-1].losses[start - 6 :]) for runs in (rest, whole)), "losses", False, 1e-5)
+
+
 def logged(run, model) -> None:
     run.events = re.findall(r"(?:load_balancing_loss|z_loss): (\S+)", own_output())
 

@@ -33,6 +33,7 @@ def start(out: Path, *options: str) -> subprocess.Popen[str]:
     return program("-m", "megatron_2bw.cli", "convergence", *words(out, *options))
 
 
+@pytest.mark.nightly
 def test_killed_and_gone_on_with_then_judged(tmp_path, capsys):
     vanilla, ours = folders = [tmp_path / "runs" / name for name in RUNS]
     first = start(tmp_path)

@@ -67,6 +67,7 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_stays(tmp_path):
     assert latest_iteration(tmp_path) == 2 and problem(tmp_path) is None
 
 
+@pytest.mark.nightly
 def test_killed_ranks_are_started_again_and_nothing_is_lost(tmp_path):
     """The short form of bench/faults.py: one kill at a random moment."""
     path = tmp_path / "faults.json"

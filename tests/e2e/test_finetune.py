@@ -80,6 +80,7 @@ def seed3(out: Path) -> dict:
     return json.loads((out / "results.json").read_text())["seeds"]["3"]
 
 
+@pytest.mark.nightly
 def test_killed_and_continued_it_gives_the_same_bits(model, tmp_path, capsys):
     data, one, two = toy(tmp_path / "data", "mnli"), tmp_path / "one", tmp_path / "two"
     whole, killed = start(model, data, one), start(model, data, two)
@@ -125,6 +126,7 @@ def test_microbatches_change_nothing(model, tmp_path):
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_multiple_choice_is_learnt_and_stands_in_the_table(model, tmp_path):
     data, out = toy(tmp_path / "data", "choice"), tmp_path / "out"
     words = ["--models", f"2bw={model}", "--tasks", "choice", "--seeds", "3", "--out", str(out)]

@@ -39,6 +39,7 @@ def kill_in_the_middle(process: subprocess.Popen, folder, parts: int, number: in
         stop_tree(process)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(280)
 def test_killed_and_continued(tmp_path):
     """BERT from plain and compressed JSON lines, with a tokenizer trained on the spot."""

@@ -21,6 +21,7 @@ def servers_can_be_made():
         pytest.skip(f"network namespaces cannot be made here: {error}")
 
 
+@pytest.mark.nightly
 def test_a_run(tmp_path: Path):
     path = tmp_path / "slow_links.json"
     sizes = "--rates 10 --variants 2bw --iterations 2 --layers 2 --hidden 64 --heads 2 --sequence 128 --microbatches 4"

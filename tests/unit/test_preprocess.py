@@ -275,20 +275,6 @@ def test_dataset(tmp_path, form, capsys):
     assert status == 2 and len(errors) == 1 and f"--dataset {folder}" in errors[0] and "--text-column text" in errors[0]
 
 
-def test_tokenizer_without_what_bert_needs_is_refused(tmp_path, source, capsys):
-    vocabulary.save(tmp_path / "gpt", vocabulary.train_bpe(TEXTS, 300, [vocabulary.EOD]), vocabulary.GPT)
-    shifted = {"unk_token": "[UNK]", **vocabulary.BERT}
-    vocabulary.save(tmp_path / "shifted", vocabulary.train_bpe(TEXTS, 300, list(shifted.values())), shifted)
-    for name, line in (
-        ("gpt", "it has no cls, mask, pad token, which --task bert needs"),
-        ("shifted", "its padding token has the id 1, but Megatron's BERT dataset marks padding by 0"),
-    ):
-        flags = ["--task", "bert", "--input", source, "--output-prefix", tmp_path / "out"]
-        status, out, err = call(capsys, *flags, "--tokenizer-model", tmp_path / name)
-        assert status == 2 and line in err.splitlines()[-1]
-    assert not (tmp_path / "out.unfinished").exists()
-
-
 WRONG = [  # flags that are added or changed ({} is a folder), what the line has
     ("--input {}/none", "--input {}/none"),
     ("--tokenizer-model nobody/nothing", "nobody/nothing: it is not on this host, and the Hub is out of reach: give "),

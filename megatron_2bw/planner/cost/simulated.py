@@ -121,7 +121,8 @@ class Cost:
     flash           attention that never stores its scores; the device's in 16 bits if None
     margin          share of the memory for the CUDA context, the communication library and fragmentation. What this
                     project's communicators need beyond it a plan must have free. None: each of the three is counted
-    spare           share of the memory that a plan must leave free beyond the margin
+    spare           share of the memory that a plan must leave free beyond the margin; if negative, that its estimate
+                    may be too large by: what is certain must fit
     torch_adam      Adam is torch's, not a fused one; None: as in the cluster's profile, if it has one
     old_exchange    messages of Megatron-LM in 2021 to 2023, for tables published then: each tensor rank sends its part
                     also without sequence parallelism (arXiv 2104.04473, section 4.1), and interleaved stages wait for
@@ -166,10 +167,10 @@ class Cost:
     def fits(self, plan: Plan) -> bool:
         if plan.host and not self.host_holds(plan):
             return False
-        if not self.cluster.devices:
+        if not self.cluster.devices and self.spare >= 0:
             return self.memory.heaviest(plan) + self.spare_bytes <= self.allowed(plan)
-        needed = self.memory.stages(plan)
-        return all(stage.total + self.spare_bytes <= room for stage, room in zip(needed, self._rooms(plan)))
+        needed = (max(stage.total + self.spare_bytes, stage.certain) for stage in self.memory.stages(plan))
+        return all(size <= room for size, room in zip(needed, self._rooms(plan)))
 
     def host_holds(self, plan: Plan) -> bool:
         """Whether the host has memory for the plan's optimizer."""

@@ -79,8 +79,7 @@ class Result:
         for plan in itertools.islice(filter(loose.fits, self.search.too_large), 6):
             named.setdefault(plan.title, plan)
         found = map(self.cost.estimate, itertools.islice(named.values(), 2))
-        certain = (each for each in found if all(s.certain <= room for s, room in zip(each.memory, each.capacities)))
-        return [each for each in certain if _per_sample(each) < _per_sample(self.estimates[0])]
+        return [each for each in found if _per_sample(each) < _per_sample(self.estimates[0])]
 
     @cached_property
     def fewer(self) -> tuple[Cluster, Estimate] | None:
