@@ -2,10 +2,10 @@
 
     python bench/curvature.py --tokens 2048 --lr 4e-3
 
-Trains the study's GPT without delay, and prints after every 25th iteration the learning rate times the largest
-eigenvalue of P^-1/2 H P^-1/2. H is the Hessian of the loss of that iteration's batch and P = sqrt(v / (1 - beta2^t)) +
-epsilon, Adam's divisor: so Adam is momentum on a quadratic with that curvature. Power iteration; a product with H is a
-difference of two gradients.
+Trains the study's GPT without delay, and prints at every 25th iteration (--every) the learning rate times the largest
+eigenvalue of P^-1/2 H P^-1/2, by size. H is the Hessian of the loss of that iteration's batch and P = sqrt(v / (1 -
+beta2^t)) + epsilon, Adam's divisor: so Adam is momentum on a quadratic with that curvature. Power iteration; a product
+with H is a difference of two gradients.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from megatron_2bw.convergence import options as study
 from megatron_2bw.data.corpus import build_corpus
 from megatron_2bw.gpu_check import entry
 
-EVERY, ITERATIONS, STEP = 25, 15, 1e-3  # STEP: of a difference, in lengths of the weights
+ITERATIONS, STEP = 15, 1e-3  # STEP: of a difference, in lengths of the weights
 SHAPE = "--hidden-size 128 --num-layers 2 --train-iters 300 --lr-warmup-iters 20 --eval-iters 0 --verbose"
 
 
 class Watch:
-    """Keeps an iteration's four microbatches; measures and writes `result` after every EVERY-th."""
+    """Keeps an iteration's four microbatches; measures and writes `result` after each of `every`."""
 
-    def __init__(self, path: Path, result: dict[str, Any]):
-        self._path, self._result, self._iterations = path, result | {"rows": []}, 0
+    def __init__(self, path: Path, every: int, result: dict[str, Any]):
+        self._path, self._every, self._result, self._iterations = path, every, result | {"rows": []}, 0
         self._batch: deque[tuple] = deque(maxlen=4)
 
     def after_setup(self, models: list, optimizer: Any) -> None:
@@ -46,7 +46,7 @@ class Watch:
 
     def after_step(self, losses: Any) -> None:
         self._iterations += 1
-        if self._iterations % EVERY == 0:
+        if self._iterations % self._every == 0:
             rate = self._adam.param_groups[0]["lr"]
             row = {"iteration": self._iterations, "rate": rate, "rate x curvature": rate * self.curvature()}
             print(row, flush=True)
@@ -89,11 +89,12 @@ def main() -> int:
     parser = new_parser(__doc__, "curvature")
     parser.add_argument("--tokens", type=int, default=2048, help="of a batch, in four microbatches")
     parser.add_argument("--lr", default="4e-3")
+    parser.add_argument("--every", type=int, default=25, help="iterations")
     options = parser.parse_args()
     sizes = f"--micro-batch-size {options.tokens // 512} --global-batch-size {options.tokens // 128} {SHAPE}"
     words = f"curvature --variants vanilla --lr {options.lr} --seeds 2001 --device cpu -- {sizes}".split()
     run = study.grid(study.parse(words), build_corpus(vocab_size=512).flags())[0]
-    watch = Watch(options.json, {"tokens": options.tokens, "lr": options.lr})
+    watch = Watch(options.json, options.every, {"tokens": options.tokens, "lr": options.lr})
     os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     words = run.command[run.command.index("--nproc-per-node") + 3 :]
     entry.train(words, watch.after_setup, watch.after_step)

@@ -39,7 +39,7 @@ def slots(text: str) -> int | str:
 
 ADAPTER = "_adapter"  # the end of an adapter's name, after that of its layer
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-START = 500  # iterations at most; while a network forms, a delay leaves a gap that lasts (docs/convergence.md)
+START = 500  # iterations at most; the curvature is largest at the start, also of a finetuning (docs/convergence.md)
 LOW_RATE = 1e-4  # up to it plain 2BW is enough
 
 
@@ -48,9 +48,7 @@ def sync_iterations(args: Args) -> int:
     given = args.two_bw_sync_iterations
     iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
     if given is None:
-        trained = args.finetune or args.pretrained_checkpoint is not None or args.lora_base is not None
-        starts = args.two_bw_correction == "auto" and (args.lr or 0) > LOW_RATE and not trained
-        return min(START, iterations // 5) * starts
+        return min(START, iterations // 5) * (args.two_bw_correction == "auto" and (args.lr or 0) > LOW_RATE)
     return given if isinstance(given, int) else int(given[:-1]) * iterations // 100
 
 

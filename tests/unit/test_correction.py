@@ -119,12 +119,10 @@ def test_denominators_exist_for_a_few_elements_at_a_time():
         (dict(train_iters=10**6), START),
         (dict(two_bw_sync_iterations=0), 0),
         (dict(two_bw_correction="extrapolate"), 0),
-        (dict(finetune=True), 0),
-        (dict(pretrained_checkpoint="bert"), 0),
         (dict(lr=1e-4), 0),
     ],
 )
 def test_the_length_of_a_synchronous_start(given, expected):
     sizes = SIZES | dict(train_iters=1009, train_samples=None, two_bw_sync_iterations=None)
-    sizes |= dict(two_bw_correction="auto", lr=1e-3, finetune=False, pretrained_checkpoint=None, lora_base=None)
+    sizes |= dict(two_bw_correction="auto", lr=1e-3)
     assert sync_iterations(Namespace(**sizes | given)) == expected
