@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
@@ -133,3 +134,13 @@ def test_multiple_choice_is_learnt_and_stands_in_the_table(model, tmp_path):
     assert table2.main([*words, "--", "--dataset", str(data), *OPTIONS]) == 0
     (row,) = json.loads((out / "table2.json").read_text())["rows"]
     assert (row["task"], row["label"], row["runs"]) == ("choice", "2bw", {"2bw seed 3": 100.0})
+
+
+def test_the_label_of_a_small_task_is_the_place_of_the_next_span():
+    documents = finetune_bert.read_library(size := 10**6)
+    follows = {pair for text in documents for pair in itertools.pairwise(finetune_bert.spans(text))}
+    for row in finetune_bert.small_task("choice", size)["train"]:
+        assert (row["text"], row["endings"][row["label"]]) in follows
+    for row in finetune_bert.small_task("order", size)["train"]:
+        pair = row["text"], *row["endings"]
+        assert row["label"] == 2 or (pair if row["label"] == 0 else pair[::-1]) in follows

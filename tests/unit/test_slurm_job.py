@@ -156,7 +156,6 @@ def test_flags_of_a_plan(tmp_path):
     "kind, model, plan, nodes, precision, line",
     [
         ("gpt", "gpt-9b", None, (1, 8), "bf16", "MODEL=gpt-9b: "),
-        ("bert", "", PLAN, (2, 8), "", "submit pretrain_gpt_2bw.sbatch"),
         ("gpt", "", PLAN, (4, 8), "", "is for 2 nodes with 8 GPUs each, the job has 4 with 8: give sbatch --nodes=2 "),
         ("gpt", "", PLAN, (2, 8), "bf16", "is for gpt-2.2b in fp16"),
         ("gpt", "", {"plans": []}, (2, 8), "", "holds no plan"),
