@@ -75,9 +75,9 @@ def test_the_device(name, kept):
 
 
 def train_with_delays(rank: int, argv: list[str], mutate) -> Run:
-    """
-    Each copy and each step is delayed at random; gradients are copied in many portions. With a planted fault the first
-    copy is so late that the next backward has been there, also on a busy machine.
+    """Each copy and step is delayed at random; gradients are copied in many portions.
+
+    With a planted fault the first copy comes after the next backward, on a busy machine too.
     """
     from megatron_2bw.mcore import complete_gradients
     from megatron_2bw.mcore.host_memory import HostMemory
@@ -86,9 +86,7 @@ def train_with_delays(rank: int, argv: list[str], mutate) -> Run:
     draw = random.Random(rank)
 
     def delayed(owner: type, name: str) -> None:
-        call = getattr(owner, name)
-
-        calls = itertools.count()
+        call, calls = getattr(owner, name), itertools.count()
 
         def later(*args):
             time.sleep(3 if mutate and next(calls) == 0 else draw.choice([0, 0, 0.002, 0.01]))

@@ -141,6 +141,8 @@ def test_the_label_of_a_small_task_is_the_place_of_the_next_span():
     follows = {pair for text in documents for pair in itertools.pairwise(finetune_bert.spans(text))}
     for row in finetune_bert.small_task("choice", size)["train"]:
         assert (row["text"], row["endings"][row["label"]]) in follows
-    for row in finetune_bert.small_task("order", size)["train"]:
+    rows = finetune_bert.small_task("order", size)["train"]
+    assert {row["label"] for row in rows} == {0, 1, 2}
+    for row in rows:
         pair = row["text"], *row["endings"]
         assert row["label"] == 2 or (pair if row["label"] == 0 else pair[::-1]) in follows

@@ -429,6 +429,12 @@ def test_a_plan_fits_up_to_its_margin_which_must_hold_the_communicators():
     assert fits(small, least + 1e6, margin=0.01) and not fits(small, least - 1e6, margin=0.01)
 
 
+def test_what_is_certain_must_fit_where_the_estimate_may_be_too_large():
+    certain = max(stage.certain for stage in Cost(GPT, CLUSTER).memory.stages(PLAN))
+    assert fits(PLAN, certain * 2.001, margin=0.5, spare=-1.0) and not fits(PLAN, certain * 2, margin=0.5)
+    assert not fits(PLAN, certain * 1.999, margin=0.5, spare=-1.0)
+
+
 def test_without_a_margin_context_fragmentation_and_communicators_are_counted():
     plan = replace(PLAN, microbatch=32)  # a width of two: Megatron's and 2BW's data-parallel groups
     cost = Cost(GPT, CLUSTER)
