@@ -1,12 +1,11 @@
 """A program for the environment of `make oracles`: megatron-bridge converts the models of the named folders.
 
-Each folder holds a model of Hugging Face as `hf` and our import of it as `unpadded`. The program writes into it
+Each folder holds a model of Hugging Face as `hf` and our import of it as `unpadded`. The program imports nothing of
+this project, and writes into the folder
 
 - theirs.pt: the parameters of Bridge's import of `hf`, by Megatron's names, and the sizes that Bridge gives the model;
 - ours.pt: the parameters that Bridge's model reads from `unpadded`;
 - back.pt: Bridge's export of those.
-
-Invariant: it imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -26,11 +25,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 ABSENT = (
     "apply_rope_fusion bias_activation_fusion bias_dropout_fusion gradient_accumulation_fusion masked_softmax_fusion "
-    "persist_layer_norm"
+    "moe_grouped_gemm moe_permute_fusion persist_layer_norm"
 ).split()  # what a CPU has not
 SIZES = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels layernorm_epsilon "
-    "normalization rotary_base qk_layernorm add_qkv_bias add_bias_linear vocab_size"
+    "normalization rotary_base qk_layernorm add_qkv_bias add_bias_linear vocab_size moe_router_topk "
+    "moe_router_pre_softmax"
 ).split()
 
 
@@ -57,9 +57,7 @@ class _TransformerEngine(ModuleType):
     def create_module(cls, spec: ModuleSpec) -> ModuleType:
         return cls(spec.name)
 
-    @staticmethod
-    def exec_module(_module: ModuleType) -> None:
-        pass
+    exec_module = staticmethod(lambda module: None)
 
 
 def model_of(provider: Any) -> GPTModel:
@@ -67,9 +65,9 @@ def model_of(provider: Any) -> GPTModel:
     for name in ABSENT:
         setattr(provider, name, False)
     provider.transformer_layer_spec = get_gpt_layer_local_spec(
-        qk_layernorm=provider.qk_layernorm, normalization=provider.normalization
+        provider.num_moe_experts, qk_layernorm=provider.qk_layernorm, normalization=provider.normalization
     )
-    provider.use_cpu_initialization = True
+    provider.use_cpu_initialization, provider.moe_token_dispatcher_type = True, "allgather"
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     provider.finalize()
     return provider.provide()
@@ -79,8 +77,10 @@ def rename_norms(model: GPTModel) -> None:
     """As in Transformer Engine's fused layers: Bridge's tables for most families have no other names."""
     for layer in model.decoder.layers:
         layer.self_attention.linear_qkv.layer_norm_weight = layer.input_layernorm.weight
-        layer.mlp.linear_fc1.layer_norm_weight = layer.pre_mlp_layernorm.weight
-        del layer.input_layernorm, layer.pre_mlp_layernorm
+        del layer.input_layernorm
+        if hasattr(layer.mlp, "linear_fc1"):  # no experts
+            layer.mlp.linear_fc1.layer_norm_weight = layer.pre_mlp_layernorm.weight
+            del layer.pre_mlp_layernorm
 
 
 def convert(folder: Path) -> None:

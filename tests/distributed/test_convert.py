@@ -31,14 +31,8 @@ SIZES = dict(
     max_position_embeddings=32,
 )
 ROUTED = dict(num_local_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, mlp_only_layers=[0])
-LLAMA3 = dict(
-    rope_type="llama3",
-    rope_theta=500000.0,
-    factor=32.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=8192,
-)
+LLAMA3 = dict(rope_type="llama3", rope_theta=500000.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3["original_max_position_embeddings"] = 8192
 ENCODER = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
 MODELS = {  # transformers' class, and its configuration
     "llama": ("LlamaForCausalLM", SIZES | dict(rope_parameters=LLAMA3)),
@@ -51,6 +45,7 @@ MODELS = {  # transformers' class, and its configuration
     "bert": ("MegatronBertForPreTraining", ENCODER),
     "bert, one head": ("MegatronBertForMaskedLM", ENCODER | dict(hidden_act="gelu_pytorch_tanh", layer_norm_eps=1e-5)),
 }
+ROUTED_ALONE = {"experts": ("Qwen3MoeForCausalLM", SIZES | dict(head_dim=16) | ROUTED | dict(mlp_only_layers=[]))}
 RUN = (
     "--micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 1e-3 --eval-iters 0 --eval-interval 9 --mock-data "
     "--attention-dropout 0 --hidden-dropout 0 --num-workers 0 --log-interval 1 --device cpu --pipeline-schedule 2bw"
@@ -61,7 +56,7 @@ def made(name: str):
     """The model with random weights, biases and norms."""
     import transformers
 
-    kind, sizes = MODELS[name]
+    kind, sizes = (MODELS | ROUTED_ALONE)[name]
     torch.manual_seed(3)
     model = getattr(transformers, kind)(getattr(transformers, kind).config_class(**sizes)).eval()
     for parameter in model.parameters():
@@ -186,7 +181,7 @@ def test_the_way_back_gives_the_same_bits(name, folder):
 # --- megatron-bridge --------------------------------------------------------------------------------------------------
 
 
-DECODERS = ("llama", "mistral", "qwen2", "qwen3")  # the families that it has
+DECODERS = ("llama", "mistral", "qwen2", "qwen3", "experts")  # what it has; of mixtures those without dense layers
 
 
 @pytest.mark.skipif(not (BRIDGE / ".installed").exists(), reason="`make oracles` makes the environment that it needs")
