@@ -103,12 +103,13 @@ def counted(rank: int, argv: list[str]) -> dict[str, float]:
     ends: list[tuple[float, ...]] = []
 
     def after_step(losses) -> None:
-        now = time.perf_counter(), time.process_time()
+        now = time.perf_counter(), time.process_time(), time.thread_time()
         ends.append((*now, device.device_launches(), device.device_waits()))
 
     entry.train(argv, after_step=after_step)
     steady = [[after - before for before, after in zip(one, two)] for one, two in zip(ends[FIRST:], ends[FIRST + 1 :])]
-    return dict(zip(("seconds", "cpu seconds", "launches", "waits"), map(statistics.median, zip(*steady))))
+    names = "seconds,cpu seconds,training thread's cpu seconds,launches,waits".split(",")
+    return dict(zip(names, map(statistics.median, zip(*steady))))
 
 
 def launches(turns: int, iterations: int) -> list[dict[str, Any]]:
@@ -123,10 +124,9 @@ def launches(turns: int, iterations: int) -> list[dict[str, Any]]:
             of = {name: {key: [run[stage][key] for run in all_] for key in all_[0][0]} for name, all_ in runs.items()}
             for schedule, values in of.items():
                 row: dict[str, Any] = {"stages": depth, "stage": stage, "schedule": schedule}
-                row |= {key: min(each) for key, each in values.items()}
+                row |= {key: min(each) for key, each in values.items()} | {"turns": values["seconds"]}
                 row["microseconds an action"] = 1e6 * row["seconds"] / 16
                 row["over megatron"] = row["seconds"] / min(of["megatron"]["seconds"]) - 1
-                row["turns"] = values["seconds"]
                 print(" | ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
                 found.append(row)
     return found
