@@ -102,7 +102,7 @@ test-slurm: install
 	    PATH="$$PATH:/usr/sbin" command -v $$name >/dev/null || \
 	        { echo "make: $$name is not installed: apt-get install slurm-wlm munge" >&2; exit 1; }; \
 	done
-	$(PYTEST) tests/slurm
+	$(PYTEST) $(if $(LESS),-m 'not nightly') tests/slurm
 
 lint: install
 	$(PYTHON) -m ruff check .
