@@ -57,7 +57,7 @@ test: install
 	$(PYTEST) $(TWO) tests/unit
 	$(PYTEST) $(TWO) -m proof tests/distributed tests/e2e tests/lists
 
-# .ci/run gives LESS and REST, and leaves the others to .ci/run nightly.
+# .ci/run gives LESS, REST and RULE, and leaves the others to .ci/run nightly.
 REST ?= tests/distributed tests/e2e tests/lists
 test-rest: install
 	$(PYTEST) $(TWO) -m "not proof$(LESS)" $(REST)
@@ -68,10 +68,11 @@ test-docs: install
 	$(PYTEST) --timeout 1800 tests/docs
 
 # Without a GPU; tests/device/device.cpp says what the stand-in does.
+RULE ?= .py
 test-device: install
 	rm -rf build/coverage
 	$(subst -m pytest,-m coverage run -m pytest,$(PYTEST)) $(TWO) --device stand-in -m "(device or proof)$(LESS)" \
-	    tests/device tests/model tests/distributed/test_update_rule.py
+	    tests/device tests/model $(RULE:%=tests/distributed/test_update_rule%)
 	$(PYTHON) -m coverage combine --quiet && $(PYTHON) -m tests.device.lines
 
 # megatron-bridge pins other versions of what .venv has, so it has an environment of its own, which sees those of .venv.

@@ -89,19 +89,13 @@ def microbatches(args: Args) -> int:
 def late_microbatches(args: Args) -> int | None:
     """The first microbatches of a batch that run on the older weights (--two-bw-late-microbatches); None: all.
 
-    Without the flag `auto` brings half of the batch, at most two for each stage, if that is enough for the stages.
+    Without the flag `auto` brings a quarter of the batch to half of it, if that is enough for the stages.
     """
     late = args.two_bw_late_microbatches
     if late is None and args.two_bw_correction == "auto":
-        least = TwoBW(extra_warmup=args.two_bw_extra_warmup).min_microbatches(args.pipeline_model_parallel_size)
-        return late_of_auto(least, microbatches(args))
+        schedule = TwoBW(extra_warmup=args.two_bw_extra_warmup)
+        return schedule.late_of_auto(args.pipeline_model_parallel_size, microbatches(args))
     return late if late is not None and late < microbatches(args) else None
-
-
-def late_of_auto(least: int, count: int) -> int | None:
-    """Of `count` microbatches of a batch; None: all. The schedule needs `least` of them."""
-    late = min(2 * least, count // 2)
-    return late if late >= least else None
 
 
 def note(found: Correction | None, args: Args) -> str | None:
@@ -125,7 +119,7 @@ def note(found: Correction | None, args: Args) -> str | None:
 def gap(tokens: int, late: int | None = None, count: int = 0) -> str:
     """The gap of GAPS at the nearest number of tokens a batch, of `auto` with so many late of `count` microbatches, or
     with all late if None; of plain 2BW if `count` is 0."""
-    column = 0 if not count else 1 if late is None else 2 if 3 * late > count else 3
+    column = 0 if not count else 1 if late is None or 10 * late > 7 * count else 2 if 3 * late > count else 3
     known = [each for each, gaps in GAPS.items() if gaps[column] is not None]
     nearest = min(known, key=lambda each: max(each, tokens) / max(min(each, tokens), 1))
     return f"At {nearest:,} tokens a batch a small GPT's gap to vanilla's loss was {GAPS[nearest][column]:+.1f} %"

@@ -75,7 +75,7 @@ def add_flags(parser: argparse.ArgumentParser, device: bool = True) -> argparse.
     text += f"default with the correction auto: a fifth of the iterations, at most {START}"
     add("--two-bw-sync-iterations", type=whole_or_share, metavar="N", help=text)
     text = "only the first K microbatches of a batch of 2bw run on the older weights; the others wait for the newest "
-    text += "(default: all are late; with the correction auto two for each stage, at most half of the batch)"
+    text += "(default: all are late; with the correction auto a quarter of the batch, one or two for each stage)"
     add("--two-bw-late-microbatches", type=whole(0), metavar="K", help=text)
     text = "against the gradient delay of 2bw; auto: the recommended setting; extrapolate: by the next two flags"
     add("--two-bw-correction", choices=("none", "auto", "extrapolate"), default="none", help=text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from operator import attrgetter
 from typing import Any
@@ -56,6 +56,7 @@ class Plan:
     sequence_parallel: bool = False  # divides along the sequence what tensor parallelism does not divide
     extra_warmup: tuple[int, ...] = ()  # of 2bw: additional warm-up forwards, a number per boundary, or one for all
     extrapolate: bool = False  # of 2bw: --two-bw-correction auto
+    late: int = 0  # with it: the late microbatches, if a step takes longer than those of `auto`
     gpipe_round: int | None = None  # of gpipe: microbatches that it admits at a time; None: the whole batch
     # Of full, --recompute-num-layers: the layers of which only the first one's input is kept; with all of a stage
     # that is the stage's input, as in the paper (section 4.1).
@@ -144,9 +145,12 @@ class Plan:
         if self.virtual > 1:
             return Interleaved(self.virtual)
         name = "pipedream-flush" if self.schedule == "megatron" else self.schedule
-        return schedule_of(
+        schedule = schedule_of(
             name, gradient_slots=self.gradient_slots, extra_warmup=self.extra_warmup, gpipe_round=self.gpipe_round
         )
+        corrected = self.extrapolate and schedule.late_step
+        late = self.late or corrected and schedule.late_of_auto(self.depth, self.microbatches) or None
+        return replace(schedule, late_microbatches=late) if corrected else schedule
 
     @cached_property
     def shape(self) -> Shape:
@@ -196,6 +200,7 @@ class Plan:
             (any(self.extra), f"--two-bw-extra-warmup {','.join(map(str, extra))}"),
             (self.gpipe_round, f"--gpipe-round {self.gpipe_round}"),
             (self.extrapolate, "--two-bw-correction auto"),
+            (self.late, f"--two-bw-late-microbatches {self.late}"),
             (self.distributed_optimizer, "--use-distributed-optimizer"),
             (overlaps, "--overlap-grad-reduce"),
             (overlaps and self.distributed_optimizer, "--overlap-param-gather"),

@@ -77,6 +77,12 @@ class TwoBW(Schedule):
         # With fewer, a forward would need W(j) before the last backward of batch j-1 has started its step.
         return self._ahead(stages, 0) + 1
 
+    def late_of_auto(self, stages: int, microbatches: int) -> int | None:
+        """Of --two-bw-correction auto: a quarter of a batch, but one or two a stage; all, if that is over half."""
+        least = self.min_microbatches(stages)
+        late = max(least, min(2 * least, microbatches // 4))
+        return late if late <= microbatches // 2 else None
+
     def max_versions(self, shape: Shape, stage: int) -> int:
         return 2
 

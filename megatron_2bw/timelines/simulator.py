@@ -223,7 +223,8 @@ def long_iteration_time(schedule: Schedule, stages: int, microbatches: int, time
     if schedule.round and schedule.round < microbatches:
         return _in_rounds(schedule, stages, microbatches, times)
     settled = 2 if stages > 8 and not schedule.flushes else 3  # of a deep pipeline without flushes a batch costs most
-    short = max(settled * stages, schedule.min_microbatches(stages) + stages) + microbatches % stages
+    least = max(schedule.min_microbatches(stages), schedule.late_microbatches or 0)
+    short = max(settled * stages, least + stages) + microbatches % stages
     long = short + (settled - 1) * stages
     if microbatches <= long:
         return iteration_time(schedule, stages, microbatches, times)

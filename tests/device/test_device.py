@@ -202,7 +202,7 @@ def bytes_a_parameter(rank: int, argv: list[str]) -> tuple[float, float]:
     return found[0], sum(written.values()) / made[0]
 
 
-@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_the_optimizer_is_on_the_host(width, tmp_path):
     flags = ("--bf16", "--two-bw-optimizer", "host", *[cases.SHARDED] * (width - 1))
     size, argv = cases.case(1, 2, *flags, width=width, hidden_size=512, train_iters=3)

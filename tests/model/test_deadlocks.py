@@ -51,7 +51,7 @@ def examine(programs: Programs, runs: int) -> None:
         assert_free(World(programs, queue_of=None, limit=limit), runs // 20)
 
 
-@pytest.mark.proof("tied", "sharded", "more-extra-warmup", "saving", "tokens")
+@pytest.mark.proof("tied", "sharded", "saving", "tokens")
 @pytest.mark.parametrize("name", cases.CASES)
 def test_no_order_of_issue_ends_in_a_deadlock(name):
     examine(cases.programs_of(name), runs=30)

@@ -27,17 +27,12 @@ def case(flag: str, words: str = "", stages: int = 2, microbatches: int = 2, sch
     [
         case("--lr", lr=None),
         case("--global-batch-size 6", "use --global-batch-size 8 or more", microbatches=3, two_bw_extra_warmup=2),
-        case("--two-bw-gradient-slots", schedule="gpipe", two_bw_gradient_slots=1),
-        case("argument --two-bw-gradient-slots", two_bw_gradient_slots=3),
         case("argument --two-bw-sync-iterations", two_bw_sync_iterations="1.5%"),
         case("--two-bw-correction", schedule="megatron", two_bw_correction="auto"),
-        case("--two-bw-correction-factor", two_bw_correction_factor=0.5),
         case("--two-bw-correction-factor", **ADDS, two_bw_correction_factor=2.5),
-        case("--two-bw-correction-gradient", **ADDS, two_bw_correction_gradient="nan"),
         case("--two-bw-extra-warmup", stages=1, two_bw_extra_warmup=1),
         case("--two-bw-extra-warmup", microbatches=8, two_bw_extra_warmup="1,1"),
         case("--two-bw-late-microbatches 2", "use 3 or more", stages=4, microbatches=4, two_bw_late_microbatches=2),
-        case("argument --gpipe-round", schedule="gpipe", gpipe_round=0),
         case("--gpipe-round 4", schedule="gpipe", microbatches=3, gpipe_round=4),
     ],
 )

@@ -90,12 +90,11 @@ def test_what_the_flags_stand_for(given, expected):
     "given, expected",
     [
         ({}, None),
-        (dict(global_batch_size=8), 2),  # half of a batch
+        (dict(global_batch_size=8), 2),  # one for each stage, half of a batch
+        (dict(global_batch_size=16), 2),  # a quarter
         (dict(global_batch_size=64), 4),  # two for each stage
         (dict(global_batch_size=64, two_bw_extra_warmup=(1,)), 6),
-        (dict(global_batch_size=64, two_bw_correction="none"), None),
         (dict(global_batch_size=64, two_bw_late_microbatches=7), 7),
-        (dict(two_bw_late_microbatches=2), None),
     ],
 )
 def test_how_many_microbatches_are_late(given, expected):

@@ -417,6 +417,15 @@ def test_the_round_of_gpipe_is_the_smallest_with_the_fewest_rounds_that_fit(kind
         assert cost.gpipe_round(replace(plan, schedule="pipedream-flush")) is None
 
 
+@pytest.mark.parametrize("host, width", [(True, 1), (False, 4), (False, 1)])
+def test_a_plan_has_the_late_microbatches_that_hide_its_step(host, width):
+    cost = Cost(GPT, replace(CLUSTER, between=Link(2, 50), device=replace(DEVICE, tflops=40.0)))
+    plan = Plan(1, 4, width, 1, 64, extrapolate=True, host=host)
+    alone, late = cost.seconds(plan.changed(extrapolate=False)), cost.late(plan)
+    assert cost.seconds(plan.changed(late=late)) == pytest.approx(alone, rel=1e-9)
+    assert (late > 0) == (host or width > 1) == (cost.seconds(plan) > 1.01 * alone)
+
+
 def fits(plan: Plan, memory: float, **options: float) -> bool:
     return Cost(GPT, replace(CLUSTER, device=replace(DEVICE, memory_gib=memory / 2**30)), **options).fits(plan)
 

@@ -215,10 +215,10 @@ class Cost:
         times, seconds = self.times(plan), self.seconds(plan)
         no_reduce = replace(times, reduce=0.0)
         only_work = replace(no_reduce, transfer=0.0, occupied=0.0, sending=0.0)
-        # Without messages and flushes no stage waits for another. Where the bound is the simulated time, nothing waits
-        # for a reduction.
-        late, bound = plan.pipeline.late_step, lower_bound(plan, no_reduce)
-        alone = lower_bound(plan, only_work) if late else _simulated(plan, only_work)
+        # Without messages, flushes and late microbatches no stage waits for another. Where the bound is the simulated
+        # time, nothing waits for a reduction.
+        bound, waits = lower_bound(plan, no_reduce), not plan.pipeline.late_step or plan.pipeline.late_microbatches
+        alone = _simulated(plan, only_work) if waits else lower_bound(plan, only_work)
         no_reduce = seconds if bound > (1 - EXACT) * seconds else _simulated(plan, no_reduce)
         busiest = max(self.stages(plan), key=lambda work: work.total)
         work = plan.microbatches * busiest.total
@@ -300,11 +300,17 @@ class Cost:
         one_way = sum(seconds for seconds, _ in messages)
         return step.reduce[0] + step.ends, max(step.update), one_way, max((taken for _, taken in messages), default=0.0)
 
-    def host_step(self, plan: Plan) -> tuple[float, float]:
-        """Seconds of a step in host memory, and its window, as [Note: the late step's window] derives it."""
-        slowest = max(self.stages(plan), key=lambda work: work.total)
-        behind = max((plan.depth - 1) * slowest.total, plan.depth * slowest.backward)
-        return max(self._step(plan).update), plan.microbatches * slowest.total - behind
+    def window(self, plan: Plan) -> tuple[float, float]:
+        """Seconds that a late step may take at no cost ([Note: the late step's window]), and those of a microbatch."""
+        each, late = max(work.total for work in self.stages(plan)), plan.pipeline.late_microbatches
+        behind = max(plan.pipeline.ahead(plan.shape, 0) * each, sum(self.times(plan).of("backward", plan.depth)))
+        return (late or plan.microbatches) * each - behind, each
+
+    def late(self, plan: Plan) -> int:
+        """Late microbatches whose window holds a step, if those of --two-bw-correction auto are fewer; or 0."""
+        (window, each), times, late = self.window(plan), self.times(plan), plan.pipeline.late_microbatches
+        more = math.ceil((max(times.of("reduce", plan.depth)) + times.step - window) / each - 0.05)
+        return min(late + more, plan.microbatches) if late and more > 0 else 0
 
     def bound_ahead(self, plan: Plan) -> float | None:
         """As `lower_bound`, for the plan with any extra warm-up; None if that would hide too little."""

@@ -86,6 +86,7 @@ class Search:
                     plan = plan.changed(extra_warmup=extra)
                     put(max(self.cost.lower_bound(plan) / plan.global_batch, bound), "bound", plan)
             elif state == "bound":
+                plan = plan.changed(late=self.cost.late(plan))
                 keeps_inputs = plan.recompute_layers > 1 and "full" in self.space.recompute
                 if keeps_inputs and self.cost.fits(plan.changed(recompute_layers=1)):
                     continue  # that takes as long

@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
 from operator import attrgetter
 
-from megatron_2bw.flags.correction import gap, late_of_auto
+from megatron_2bw.flags.correction import gap
 from megatron_2bw.models.cluster import Cluster
 from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.memory import GIB, StageMemory
@@ -218,12 +218,10 @@ def first(result: Result) -> str:
 def on_host(cost: Cost, plan: Plan) -> Iterator[str]:
     """What the step in host memory takes, and whether the next batch hides it."""
     if plan.host:
-        step, window = cost.host_step(plan)
-        longer = "no longer" if step <= window else f"{three(step - window)} s longer"
+        step, (window, _) = cost.times(plan).step, cost.window(plan)
         yield (
             f"The optimizer takes {max(cost.memory.host_bytes(plan)) / GIB:.1f} GiB of host memory for a GPU. Its step "
-            f"takes {three(step)} s there, and the next batch hides {three(window)} s: an iteration is {longer} "
-            f"({ESTIMATED}; docs/host_memory.md)."
+            f"takes {three(step)} s, and the next batch hides {three(window)} s ({ESTIMATED}; docs/host_memory.md)."
         )
 
 
@@ -248,8 +246,8 @@ def gain(result: Result) -> Iterator[str]:
             )
         corrected = stage.optimizer - result.cost.estimate(plan.changed(extrapolate=False)).memory[fullest].optimizer
         trained = stage.weights - result.cost.memory.frozen(plan, fullest, plan.layers_of(result.cost.model)[fullest])
-        least, tokens = plan.pipeline.min_microbatches(plan.depth), plan.global_batch * result.cost.model.sequence
-        loss = gap(tokens, late_of_auto(least, plan.microbatches), plan.microbatches * plan.extrapolate)
+        tokens = plan.global_batch * result.cost.model.sequence
+        loss = gap(tokens, plan.pipeline.late_microbatches, plan.microbatches * plan.extrapolate)
         copy = f", the correction's copy of the weights ({corrected / GIB:.2f} GiB)," * (corrected > 0)
         yield (
             f"2bw against a flush: {rate(late)} is {late.throughput / exact.throughput:.2f} times as fast as "
