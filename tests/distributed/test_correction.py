@@ -68,10 +68,10 @@ def test_gradient_term_of_sgd():
 
 @pytest.mark.proof
 @pytest.mark.parametrize(
-    "microbatches, rule", [(3, dict(factor=1.5, gradient=2)), (6, dict(factor=0.75, gradient=0.75, late=3))]
+    "microbatches, rule", [(3, dict(factor=1.5, gradient=2)), (8, dict(factor=0.5, gradient=0.5, late=2))]
 )
 def test_auto(microbatches, rule):
-    """All microbatches are late, or half of them."""
+    """All microbatches are late, or a quarter of them."""
     runs = run_pipeline(command(2, microbatches, "2bw", UNTIED, "--bf16", **AUTO), 2)
     argv = command(1, microbatches, "2bw", UNTIED, "--bf16", adam_beta1=0.9 if "late" in rule else 0.95)
     assert_same(runs, run_reference(runs, argv, microbatches, **rule), exact=True)
