@@ -31,6 +31,7 @@ ARGUMENTS = {  # Megatron's, by field
     "last": "decoder_last_pipeline_num_layers",
     "gradient_slots": "two_bw_gradient_slots",
     "extra_warmup": "two_bw_extra_warmup",
+    "late": "two_bw_late_microbatches",
     "gpipe_round": "gpipe_round",
 }
 

@@ -30,7 +30,6 @@ def case(flag: str, words: str = "", stages: int = 2, microbatches: int = 2, sch
         case("argument --two-bw-sync-iterations", two_bw_sync_iterations="1.5%"),
         case("--two-bw-correction", schedule="megatron", two_bw_correction="auto"),
         case("--two-bw-correction-factor", **ADDS, two_bw_correction_factor=2.5),
-        case("--two-bw-extra-warmup", stages=1, two_bw_extra_warmup=1),
         case("--two-bw-extra-warmup", microbatches=8, two_bw_extra_warmup="1,1"),
         case("--two-bw-late-microbatches 2", "use 3 or more", stages=4, microbatches=4, two_bw_late_microbatches=2),
         case("--gpipe-round 4", schedule="gpipe", microbatches=3, gpipe_round=4),
