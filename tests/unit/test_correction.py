@@ -70,7 +70,6 @@ BY_HAND = dict(two_bw_correction="extrapolate")
 @pytest.mark.parametrize(
     "given, expected",
     [
-        (dict(two_bw_correction="none"), None),
         (dict(two_bw_correction="auto"), Correction(1.5, 2.0)),
         (dict(two_bw_correction="auto", adam_beta1=0.5), Correction(0.5)),
         (dict(two_bw_correction="auto", optimizer="muon", muon_scalar_optimizer="lion"), Correction(1.5)),

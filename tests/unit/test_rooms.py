@@ -47,8 +47,8 @@ LINES = {
     "megatron_2bw/*.py": 1406,
     "megatron_2bw": 19371,
     "scripts bench": 3946,
-    "tests": 17393,
-    "docs/*.md": 2914,
+    "tests": 17392,
+    "docs/*.md": 2915,
 }
 
 
