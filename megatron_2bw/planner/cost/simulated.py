@@ -215,8 +215,7 @@ class Cost:
         times, seconds = self.times(plan), self.seconds(plan)
         no_reduce = replace(times, reduce=0.0)
         only_work = replace(no_reduce, transfer=0.0, occupied=0.0, sending=0.0)
-        # Without messages, flushes and late microbatches no stage waits for another. Where the bound is the simulated
-        # time, nothing waits for a reduction.
+        # Without messages and flushes no stage waits, if all are late; and for no reduction, if the bound is the time.
         bound, waits = lower_bound(plan, no_reduce), not plan.pipeline.late_step or plan.pipeline.late_microbatches
         alone = _simulated(plan, only_work) if waits else lower_bound(plan, only_work)
         no_reduce = seconds if bound > (1 - EXACT) * seconds else _simulated(plan, no_reduce)
@@ -310,7 +309,8 @@ class Cost:
         """Late microbatches whose window holds a step, if those of --two-bw-correction auto are fewer; or 0."""
         (window, each), times, late = self.window(plan), self.times(plan), plan.pipeline.late_microbatches
         more = math.ceil((max(times.of("reduce", plan.depth)) + times.step - window) / each - 0.05)
-        return min(late + more, plan.microbatches) if late and more > 0 else 0
+        # With one gradient slot the first backward waits for the step, before any of the others.
+        return min(late + more, plan.microbatches) if late and more > 0 and plan.gradient_slots != 1 else 0
 
     def bound_ahead(self, plan: Plan) -> float | None:
         """As `lower_bound`, for the plan with any extra warm-up; None if that would hide too little."""
