@@ -78,7 +78,7 @@ class TwoBW(Schedule):
         return self._ahead(stages, 0) + 1
 
     def late_of_auto(self, stages: int, microbatches: int) -> int | None:
-        """Of --two-bw-correction auto: a quarter of a batch, but one or two a stage; all, if that is over half."""
+        """Of --two-bw-correction auto: a quarter of a batch, one or two a stage; all, if that is more than half."""
         least = self.min_microbatches(stages)
         late = max(least, min(2 * least, microbatches // 4))
         return late if late <= microbatches // 2 else None
