@@ -17,7 +17,7 @@ help:
 	@echo "make test-next MEGATRON=DIR  names and bits on another Megatron, such as a checkout of its main branch (two minutes)"
 	@echo "make lint      ruff (check and format), and the types of core/ and schedules/"
 	@echo "make bench     how busy the stages are under each schedule (a quarter of an hour; needs an idle machine)"
-	@echo "make convergence  the loss of 2BW against vanilla's, recorded in docs/convergence.md (half an hour; fails above 0.1 %)"
+	@echo "make convergence  the loss of 2BW against vanilla's, recorded in docs/convergence.md (50 minutes; fails above 0.1 %)"
 	@echo "make paper     every figure and table of the paper: predicted, measured here, its own values (four minutes)"
 	@echo "make playground  build the page docs/playground and serve it on localhost (needs npm)"
 	@echo "make test-playground  the page in Chromium, and its Python in node (needs npm and chromium; installs playwright)"
