@@ -5,8 +5,8 @@
 On the quadratic L = curvature x^2 / 2, momentum as in Adam (a mean of gradients, with decay beta1) at a fixed learning
 rate is a linear recurrence. It converges while learning rate x curvature stays below a limit; Adam's second moment only
 rescales the curvature. With noise in the gradients x fluctuates. Prints, for each beta1 and setting of
---two-bw-correction, that limit; and, in units of those without delay, the variance of x, and that of its distance to a
-minimum that moves at random (without noise in the gradients).
+--two-bw-correction, that limit, and the highest of settings that know the curvature; and, in units of those without
+delay, the variance of x, and that of its distance to a minimum that moves at random (without noise in the gradients).
 """
 
 from __future__ import annotations
@@ -61,6 +61,12 @@ def limit(beta: float, setting: tuple[float, ...] | None) -> float:
     return bisect(lambda rate: _is_stable(rate, beta, setting) - 0.5, grid[first - 1], grid[first])
 
 
+def reach(beta: float) -> float:
+    """The largest learning rate x curvature that some factor and gradient, chosen for it, make stable; all are late."""
+    pairs = [(factor, gradient) for factor in numpy.arange(-2, 3, 0.1) for gradient in numpy.arange(-1, 4, 0.1)]
+    return round(bisect(lambda rate: any(_is_stable(rate, beta, pair) for pair in pairs) - 0.5, 1, MOST, xtol=0.01), 1)
+
+
 def _is_stable(*case) -> bool:
     return max(abs(numpy.linalg.eigvals(transition(*case)[0]))) <= 1 + 1e-12
 
@@ -87,7 +93,8 @@ def ratios(beta: float, rate: float, moves: bool) -> dict[str, float]:
 def main() -> int:
     path = new_parser(__doc__, "delay_stability").parse_args().json
     settings = {"no delay": None, **SETTINGS}
-    rows = [{"beta1": beta} | {name: round(limit(beta, each), 2) for name, each in settings.items()} for beta in BETAS]
+    limits = {beta: {name: round(limit(beta, each), 2) for name, each in settings.items()} for beta in BETAS}
+    rows = [{"beta1": beta} | found | {"best for each": reach(beta)} for beta, found in limits.items()]
     noise, lag = ([ratios(beta, rate, moves) for beta in BETAS[-3:] for rate in RATES] for moves in (False, True))
     print("largest stable learning rate x curvature; factor, and times the gradient's part\n", table(rows), sep="\n")
     print("\nvariance of the weights, in units of that without delay\n", table(noise), sep="\n")

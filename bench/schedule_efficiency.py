@@ -145,13 +145,7 @@ def main() -> int:
     machine = {"cores": os.cpu_count(), "python": platform.python_version()}
     result = {"machine": machine, "rows": [], "failures": []}
     cases = [
-        (
-            stages,
-            int(text[:-1]) * stages if text.endswith("x") else int(text),
-            schedule,
-            f"{size} {flags}".strip(),
-            step,
-        )
+        (stages, int(text[:-1]) * stages if text[-1] == "x" else int(text), schedule, f"{size} {flags}".strip(), step)
         for stages in chosen.stages
         for text in chosen.microbatches
         for schedule in (*["limit"] * chosen.real, *chosen.schedules)
