@@ -4,9 +4,9 @@
 
 On the quadratic L = curvature x^2 / 2, momentum as in Adam (a mean of gradients, with decay beta1) at a fixed learning
 rate is a linear recurrence. It converges while learning rate x curvature stays below a limit; Adam's second moment only
-rescales the curvature. With noise in the gradients x fluctuates. Prints, for each beta1 and setting of
---two-bw-correction, that limit, and the highest of settings that know the curvature; and, in units of those without
-delay, the variance of x, and that of its distance to a minimum that moves at random (without noise in the gradients).
+rescales the curvature. Prints, for each beta1 and setting of --two-bw-correction, that limit, and the highest of
+settings that know the curvature; and, in units of those without delay, the variance of x under noise in the gradients,
+and that of its distance to a minimum that moves at random.
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ from megatron_2bw.errors import UserError
 
 INTERFACE, ADDRESSES = "wire", ("10.0.0.1", "10.0.0.2")  # no other host is in these networks
 # Packets leave in pieces of at most this size, so that the bucket can be small: its content passes at full speed.
-PIECE, BUCKET, QUEUE = 16384, 24576, 8 << 20  # bytes
-MTU = 9000
+PIECE, BUCKET, QUEUE, MTU = 16384, 24576, 8 << 20, 9000  # bytes
 _PREFIX, _FOLDER, _TCP = "2bw-", Path("/run/netns"), Path("/proc/sys/net/ipv4")
 
 
