@@ -1,6 +1,6 @@
 """curves.png of megatron-2bw convergence, or that of a recorded runs.json:
 
-    python -m megatron_2bw.convergence.plot docs/convergence/plain8k.json docs/convergence/plain8k.png
+    python -m megatron_2bw.convergence.plot docs/convergence/batch8k.json docs/convergence/batch8k.png
 
 Invariant: a variant has the same colour in every panel, and what is drawn of two variants is of the same iterations.
 """

@@ -24,7 +24,7 @@ DECAYS = {"adam": "adam_beta1", "sgd": "sgd_momentum", "muon": "muon_momentum", 
 BETA1, BETA1_OF_MEGATRON = 0.95, 0.9  # of `auto` if none is given: the first bears higher rates if all are late
 # Validation losses above vanilla's in per cent, by tokens a batch: of plain 2BW, and with `auto` if all, half or a
 # quarter of a batch is late; a small GPT at vanilla's best rate (docs/convergence.md).
-GAPS = {512: (17.4, 1.1, -0.3, -0.4), 2048: (32.4, 2.4, -0.7, -0.9), 8192: (63.4, 6.6, -0.4, -1.5)}
+GAPS = {512: (20.8, 1.0, -0.3, -0.4), 2048: (33.2, 2.2, -0.7, -0.9), 8192: (62.8, 6.3, -0.4, -1.5)}
 GAPS[32768] = (None, None, 2.2, -0.1)  # half: one seed; the first two were not run
 AHEAD = 0.25  # updates that `auto` looks ahead if some microbatches are late; it lowers the noise (docs/convergence.md)
 LEAST_MOMENTUM = 0.8  # below it `auto` adds the best factor of a gradient of pure noise, the momentum
