@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 import numpy
-from scipy.optimize import bisect
+from scipy.optimize import bisect, minimize
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -54,21 +54,21 @@ def transition(rate: float, beta: float, setting: tuple[float, ...] | None) -> t
     return numpy.stack([rows[0] - mean, rows[0], rows[1], mean, rate * ahead, rows[4]]), noise
 
 
+def excess(setting: tuple[float, ...] | None, rate: float, beta: float) -> float:
+    """Positive above the limit: the largest eigenvalue's size, less 1."""
+    return max(abs(numpy.linalg.eigvals(transition(rate, beta, setting)[0]))) - 1 - 1e-12
+
+
 def limit(beta: float, setting: tuple[float, ...] | None) -> float:
     """The largest stable learning rate x curvature: before the first unstable one of a fine grid."""
     grid = numpy.geomspace(0.05, MOST, 1000)
-    first = next(place for place, rate in enumerate(grid) if not _is_stable(rate, beta, setting))
-    return bisect(lambda rate: _is_stable(rate, beta, setting) - 0.5, grid[first - 1], grid[first])
+    first = next(place for place, rate in enumerate(grid) if excess(setting, rate, beta) > 0)
+    return bisect(lambda rate: excess(setting, rate, beta), grid[first - 1], grid[first])
 
 
 def reach(beta: float) -> float:
     """The largest learning rate x curvature that some factor and gradient, chosen for it, make stable; all are late."""
-    pairs = [(factor, gradient) for factor in numpy.arange(-2, 3, 0.1) for gradient in numpy.arange(-1, 4, 0.1)]
-    return round(bisect(lambda rate: any(_is_stable(rate, beta, pair) for pair in pairs) - 0.5, 1, MOST, xtol=0.01), 1)
-
-
-def _is_stable(*case) -> bool:
-    return max(abs(numpy.linalg.eigvals(transition(*case)[0]))) <= 1 + 1e-12
+    return bisect(lambda rate: minimize(excess, (-0.2, 1), (rate, beta), "Nelder-Mead", tol=1e-9).fun, 1, MOST)
 
 
 def variance(rate: float, beta: float, setting: tuple[float, ...] | None, moves: bool = False) -> float:
@@ -76,7 +76,7 @@ def variance(rate: float, beta: float, setting: tuple[float, ...] | None, moves:
 
     moves: of the distance to a minimum that takes a random step of unit variance at each update, without noise
     """
-    if not _is_stable(rate, beta, setting):
+    if excess(setting, rate, beta) > 0:
         return math.inf
     a, b = transition(rate, beta, setting)
     b = numpy.array([1, 1, 1, 0, 0, 0]) if moves else b
@@ -94,7 +94,7 @@ def main() -> int:
     path = new_parser(__doc__, "delay_stability").parse_args().json
     settings = {"no delay": None, **SETTINGS}
     limits = {beta: {name: round(limit(beta, each), 2) for name, each in settings.items()} for beta in BETAS}
-    rows = [{"beta1": beta} | found | {"best for each": reach(beta)} for beta, found in limits.items()]
+    rows = [{"beta1": beta} | found | {"best for each": round(reach(beta), 1)} for beta, found in limits.items()]
     noise, lag = ([ratios(beta, rate, moves) for beta in BETAS[-3:] for rate in RATES] for moves in (False, True))
     print("largest stable learning rate x curvature; factor, and times the gradient's part\n", table(rows), sep="\n")
     print("\nvariance of the weights, in units of that without delay\n", table(noise), sep="\n")

@@ -15,8 +15,8 @@ from megatron_2bw.planner.find.search import Search
 # Two plans whose times differ by less are a tie: the ratios of zero-bubble's schedules have errors up to 4.0 %
 # (bench/planner_accuracy.py). A cluster with a smaller error of its own has that.
 TIE = 0.05
-# The share of a run's iterations that a delay of one update costs, with --two-bw-correction auto and a synchronous
-# start: 27 of 1,500 at most (docs/convergence/gpt.json and best.json).
+# The share of a run's iterations that a delay of one update is charged with, --two-bw-correction auto: a choice. With a
+# part of the batch late no cost was measured up to 8,192 tokens a batch, with all late more (docs/convergence.md).
 DELAY = 0.02
 # The share of a GPU's memory that plans leave free beyond the margin, if any plan does: the estimated memory of
 # SimuMax's runs on B200 is wrong by 1.7 % at most (bench/planner_accuracy.py).
