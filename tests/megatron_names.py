@@ -36,7 +36,9 @@ NAMES = {
     "_get_model_param_range_map(param) start_param_sync_for_bucket_group_subset() model_param_gbuf_map "
     "model_float16_groups model_fp32_groups shard_fp32_from_float16_groups shard_fp32_groups",
     f"{CORE}.num_microbatches_calculator:": "_GLOBAL_NUM_MICROBATCHES_CALCULATOR",
-    f"{CORE}.num_microbatches_calculator:StepBatchsizeNumMicroBatchesCalculator": "schedule current_global_batch_size",
+    f"{CORE}.num_microbatches_calculator:StepBatchsizeNumMicroBatchesCalculator": (
+        "schedule current_global_batch_size _get_batch_size_for_samples(consumed_samples)"
+    ),
     f"{CORE}.optimizer_param_scheduler:OptimizerParamScheduler": "step(increment)",
     f"{CORE}.optimizer.optimizer_config:OptimizerConfig": "timers",
     f"{CORE}.optimizer.emerging_optimizers:TensorParallelMuon": "pg_collection",

@@ -53,12 +53,14 @@ class RunState:
     loss_scale  of the next batch, which belongs to those weights; None: the present one
     working     the working copy of the newest weights, with --two-bw-correction; empty: take the newest
     correction  of these working copies; None: they are the true weights
+    sync_iterations  the length of the run's synchronous start; None: that of the command line
     """
 
     shadow: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     loss_scale: float | None = None
     working: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
     correction: Correction | None = None
+    sync_iterations: int | None = None
 
 
 class Checkpoints:
@@ -109,7 +111,8 @@ class Checkpoints:
             "schedule": schedule.name,
             "version": values["iteration"],
             "loss_scale": None if values["args"].no_save_optim else run.loss_scale,
-            "factor": str(run.correction) if run.correction and schedule.reads_late(values["iteration"]) else None,
+            "factor": str(run.correction) if run.correction else None,
+            "sync_iterations": run.sync_iterations,
             **{f"has_{name}": bool(tensors) for name, tensors in copies.items()},
             **{name: _named(name, model, state["model"], each, sharded) for name, each in copies.items() if each},
         }
@@ -193,12 +196,16 @@ class Checkpoints:
             for name, tensors in self._tensors.items()
             if tensors and self._wants(name)
         }
-        scale = None
-        if self._runtime.schedule.late_step and not get_args().no_load_optim:
-            scale = self._saved.get("loss_scale")
+        scale = sync_iterations = None
+        if self._runtime.schedule.late_step:
+            sync_iterations = self._saved.get("sync_iterations")
+            if not get_args().no_load_optim:
+                scale = self._saved.get("loss_scale")
         saved = self._saved.get("factor") if "shadow" in copies else None  # a number in checkpoints of version 0.1
         correction = None if saved is None else parse(str(saved))
-        self._runtime.resume(RunState(copies.get("shadow", {}), scale, copies.get("working", {}), correction))
+        shadow = copies.get("shadow", {})
+        working = copies.get("working", {})
+        self._runtime.resume(RunState(shadow, scale, working, correction, sync_iterations))
 
 
 def _written_here() -> bool | None:

@@ -47,24 +47,24 @@ def parse(text: str) -> Correction:
     return Correction(float(factor.partition(":")[0]), float(gradient or 0))
 
 
-def correction(args: Args) -> Correction | None:
-    """What --two-bw-correction asks for; None without a correction."""
+def correction(args: Args, microbatches: int) -> Correction | None:
+    """What --two-bw-correction asks for in a batch of so many microbatches; None without a correction."""
     if args.two_bw_correction == "none":
         return None
     if args.two_bw_correction == "auto":
-        return recommended(args)
+        return recommended(args, microbatches)
     return Correction(args.two_bw_correction_factor, args.two_bw_correction_gradient)
 
 
-def recommended(args: Args) -> Correction:
-    """The setting of `auto` (docs/convergence.md)."""
+def recommended(args: Args, microbatches: int) -> Correction:
+    """The setting of `auto` for a batch of so many microbatches (docs/convergence.md)."""
     decay = getattr(args, DECAYS.get(args.optimizer, ""), LEAST_MOMENTUM)
     unknown = args.optimizer == "muon" and args.muon_scalar_optimizer == "lion"  # no optimizer has a gradient's part
-    late = late_microbatches(args)
-    share = 1.0 if late is None else late / microbatches(args)
+    late = late_of(args, microbatches)
+    share = late / microbatches
     if decay < LEAST_MOMENTUM:
         return Correction(decay * share)
-    if late is None:
+    if late == microbatches:
         return Correction(1.5, 0.0 if unknown else 2.0)
     return Correction(share + AHEAD, 0.0 if unknown else share + AHEAD)
 
@@ -75,45 +75,61 @@ def replica(args: Args) -> int:
     return (args.micro_batch_size or 0) * (args.world_size // ranks)
 
 
-def batch_size(args: Args) -> int:
-    """Samples of a batch, of --step-batch-size-schedule of the smallest; 0 for sizes that Megatron refuses."""
+def batch_sizes(args: Args) -> list[int]:
+    """Samples of a batch, smallest first; several with --step-batch-size-schedule. [0] for what Megatron refuses."""
     steps = (args.step_batch_size_schedule or "").replace(",", " ").split()
-    return min((int(step.split(":")[1]) for step in steps), default=args.global_batch_size or replica(args))
+    if not steps:
+        return [args.global_batch_size or replica(args)]
+    return sorted({int(step.split(":")[1]) for step in steps})
 
 
-def microbatches(args: Args) -> int:
-    """Of a pipeline's batch, likewise."""
-    return batch_size(args) // max(replica(args), 1)
+def late_microbatches(args: Args) -> int | str | None:
+    """The first microbatches of a batch that run on the older weights, as `TwoBW` takes them.
 
-
-def late_microbatches(args: Args) -> int | None:
-    """The first microbatches of a batch that run on the older weights (--two-bw-late-microbatches); None: all.
-
-    Without the flag `auto` brings a quarter of the batch to half of it, if that is enough for the stages.
+    Without --two-bw-late-microbatches `auto` chooses them by the size of each batch.
     """
-    late = args.two_bw_late_microbatches
-    if late is None and args.two_bw_correction == "auto":
-        schedule = TwoBW(extra_warmup=args.two_bw_extra_warmup)
-        return schedule.late_of_auto(args.pipeline_model_parallel_size, microbatches(args))
-    return late if late is not None and late < microbatches(args) else None
+    if args.two_bw_late_microbatches is None and args.two_bw_correction == "auto":
+        return "auto"
+    return args.two_bw_late_microbatches
 
 
-def note(found: Correction | None, args: Args) -> str | None:
-    """A line on the correction of a run of 2bw: what `auto` stands for, or that there is none. None: nothing to say."""
+def late_of(args: Args, microbatches: int) -> int:
+    """How many of a batch's microbatches run on the older weights."""
+    schedule = TwoBW(extra_warmup=args.two_bw_extra_warmup, late_microbatches=late_microbatches(args))
+    late = schedule.late(args.pipeline_model_parallel_size, microbatches)
+    return microbatches if late is None else min(late, microbatches)
+
+
+def beta1(args: Args) -> float:
+    """Adam's first decay in a run with `auto`. It is one for all batches; the largest decides."""
+    largest = batch_sizes(args)[-1] // max(replica(args), 1)
+    return BETA1 if late_of(args, largest) == largest else BETA1_OF_MEGATRON
+
+
+def notes(args: Args) -> list[str]:
+    """The lines of a run of 2bw, one for each size of its batches: what `auto` stands for, or that nothing is done."""
     if args.pipeline_schedule != "2bw":
-        return None
-    tokens = batch_size(args) * (args.seq_length or 0)
-    if found is not None and args.two_bw_correction == "auto":
-        late = late_microbatches(args)
-        which = "all microbatches" if late is None else f"the first {late} of {microbatches(args)} microbatches"
-        line = f"> 2bw: --two-bw-correction auto: {which} of a batch are late; weights {found.factor:g} updates ahead"
-        line += f", and {found.gradient:g} x the last gradient's part of an update" * (found.gradient > 0)
-        line += f"; --adam-beta1 {args.adam_beta1:g}" * (args.optimizer == "adam")
-        return f"{line}. {gap(tokens, late, microbatches(args))}"
-    if found is None and not args.two_bw_sync_iterations:
+        return []
+    sizes = batch_sizes(args)
+    if args.two_bw_correction == "auto":
+        return [_note_of_auto(args, size, several=len(sizes) > 1) for size in sizes]
+    if args.two_bw_correction == "none" and not args.two_bw_sync_iterations:
         text = "gradients are late by one update, which raises the loss; --two-bw-correction auto recovers most of it"
-        return f"> 2bw: {text}. {gap(tokens)}"
-    return None
+        return [f"> 2bw: {text}. {gap(sizes[-1] * args.seq_length)}"]
+    return []
+
+
+def _note_of_auto(args: Args, size: int, several: bool) -> str:
+    count = size // replica(args)
+    late = late_of(args, count)
+    found = recommended(args, count)
+    which = "all microbatches" if late == count else f"the first {late} of {count} microbatches"
+    line = f"> 2bw: --two-bw-correction auto: {which} of a batch "
+    line += f"of {size} samples " * several
+    line += f"are late; weights {found.factor:g} updates ahead"
+    line += f", and {found.gradient:g} x the last gradient's part of an update" * (found.gradient > 0)
+    line += f"; --adam-beta1 {args.adam_beta1:g}" * (args.optimizer == "adam")
+    return f"{line}. {gap(size * args.seq_length, late, count)}"
 
 
 def gap(tokens: int, late: int | None = None, count: int = 0) -> str:

@@ -43,10 +43,9 @@ START = 500  # iterations at most; the curvature is largest at the start, also o
 LOW_RATE = 1e-4  # up to it plain 2BW is enough
 
 
-def sync_iterations(args: Args) -> int:
-    """--two-bw-sync-iterations as a number; a share is rounded down. For arguments that Megatron validated."""
+def sync_iterations(args: Args, iterations: int) -> int:
+    """--two-bw-sync-iterations as a number, in a run of so many iterations; a share is rounded down."""
     given = args.two_bw_sync_iterations
-    iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
     if given is None:
         return min(START, iterations // 5) * (args.two_bw_correction == "auto" and (args.lr or 0) > LOW_RATE)
     return given if isinstance(given, int) else int(given[:-1]) * iterations // 100
@@ -181,7 +180,7 @@ def _of_the_batch(args: Args) -> Iterator[str]:
         yield "--two-bw-extra-warmup of 2 or more does not work with --timing-log-level 2 on NCCL: use level 1 or 0"
     if not (replica := correction.replica(args)):
         return  # Megatron says so
-    size = correction.batch_size(args)
+    size = correction.batch_sizes(args)[0]
     schedule = schedule_of(args.pipeline_schedule, gradient_slots=args.two_bw_gradient_slots, extra_warmup=extra)
     if schedule is not None and (needed := schedule.min_microbatches(stages)) > size // replica:
         yield (

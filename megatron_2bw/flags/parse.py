@@ -19,7 +19,7 @@ from megatron_2bw.checkpoints.folder import await_restored, restore_old, same_fo
 from megatron_2bw.data import hub
 from megatron_2bw.errors import UserError, did_you_mean
 from megatron_2bw.flags import checks, environment, own, unsupported
-from megatron_2bw.flags.correction import BETA1, BETA1_OF_MEGATRON, late_microbatches
+from megatron_2bw.flags.correction import beta1
 from megatron_2bw.flags.own import add_flags
 from megatron_2bw.flags.rule import installed, value
 
@@ -77,7 +77,7 @@ def parse(
                 found = checkpointing.load_args_from_checkpoint(args, load_arg=source)
                 own.adopt(args, found[-1] if isinstance(found, tuple) else found)
         if args.adam_beta1 is None:
-            args.adam_beta1 = BETA1 if late_microbatches(args) is None else BETA1_OF_MEGATRON
+            args.adam_beta1 = beta1(args)
         if args.lora_rank and args.lora_alpha is None:
             args.lora_alpha = 2 * args.lora_rank
         check(args, stop)

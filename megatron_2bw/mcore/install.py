@@ -10,7 +10,6 @@ install(args)                                                   # 3: before pret
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from datetime import timedelta
 from functools import partial
@@ -73,6 +72,7 @@ def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | N
 def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
     """The runtime of `args.pipeline_schedule`, which reads the training loop's position from `args`."""
     from megatron_2bw.flags import correction, own
+    from megatron_2bw.mcore.batch_sizes import planned, position
     from megatron_2bw.mcore.late_step import Options
     from megatron_2bw.mcore.runtime import MegatronRuntime
     from megatron_2bw.schedules import schedule_of
@@ -80,45 +80,33 @@ def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
 
     if args.two_bw_trace is not None and args.rank == 0:
         forget(args.two_bw_trace)
-    chosen = correction.correction(args)
-    if args.rank == 0 and (line := correction.note(chosen, args)):
-        print(line, flush=True)
+    if args.rank == 0:
+        for line in correction.notes(args):
+            print(line, flush=True)
+    iterations, _ = planned(args)
     schedule = schedule_of(
         args.pipeline_schedule,
         gradient_slots=args.two_bw_gradient_slots,
         extra_warmup=args.two_bw_extra_warmup,
-        sync_iterations=own.sync_iterations(args),
+        sync_iterations=own.sync_iterations(args, iterations),
         late_microbatches=correction.late_microbatches(args),
         gpipe_round=args.gpipe_round,
     )
     asks = schedule.late_step and (args.exit_signal_handler or args.exit_duration_in_mins)
     return MegatronRuntime(
         schedule,
-        lambda: (args.curr_iteration, _end(args)),
+        partial(position, args),
         Options(
             transport=args.two_bw_exchange,
             timeout=timedelta(minutes=args.distributed_timeout_minutes),
             timed=args.timing_log_level >= 2,
             trace=args.two_bw_trace,
             wants_exit=partial(_wants_exit, args) if asks else None,
-            correction=chosen,
+            correction=partial(correction.correction, args) if args.two_bw_correction != "none" else None,
             evaluates=args.eval_iters != 0,
             host=args.two_bw_optimizer == "host",
         ),
     )
-
-
-def _end(args: argparse.Namespace) -> int:
-    """The iteration from which on batches have another size (--step-batch-size-schedule), or the end of the run."""
-    from megatron.core import num_microbatches_calculator as calculators
-
-    if args.step_batch_size_schedule is None:
-        return args.train_iters
-    calculator, samples = calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR, args.consumed_train_samples
-    size = calculator.get_current_global_batch_size()
-    later = [start for start, other in calculator.schedule if start > samples and other != size]
-    change = math.ceil((min(later) - samples) / size) if later else math.inf
-    return min(args.train_iters, args.curr_iteration + change)
 
 
 def _wants_exit(args: argparse.Namespace) -> bool:

@@ -64,7 +64,7 @@ class Options:
     trace       the folder of --two-bw-trace
     wants_exit  whether this rank wants the run to end (a signal, its duration), asked at each REDUCE; the result
                 reports whether any rank of the world said yes
-    correction  of --two-bw-correction; None without it
+    correction  of --two-bw-correction, by the microbatches of a batch; None without it
     evaluates   whether there may be evaluations
     host        whether the optimizer is in host memory
     """
@@ -74,7 +74,7 @@ class Options:
     timed: bool = False
     trace: Path | None = None
     wants_exit: Callable[[], bool] | None = None
-    correction: Correction | None = None
+    correction: Callable[[int], Correction] | None = None
     evaluates: bool = False
     host: bool = False
 
@@ -177,7 +177,8 @@ class LateStep(LateUpdate):
         self.working: WorkingCopy | None = None
         if correction is not None:
             saved = resume.working if schedule.reads_late(shape.first) else {}
-            self.working = WorkingCopy(parts, stores, self._slots, self._proxies, correction.gradient != 0, saved)
+            takes_gradients = correction(shape.microbatches).gradient != 0
+            self.working = WorkingCopy(parts, stores, self._slots, self._proxies, takes_gradients, saved)
         self.scales = LossScales(parts, shape.first, resume.loss_scale)
         self._end_batch, self._report = end_batch, complete
         self._wants_exit, self._save_pending = options.wants_exit, save_pending

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
 from megatron.core.transformer.moe import moe_logging
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import get_args, get_tensorboard_writer, get_timers, get_wandb_writer, training
@@ -25,6 +26,7 @@ from megatron.training import get_args, get_tensorboard_writer, get_timers, get_
 from megatron_2bw import run_log
 from megatron_2bw.core.pipeline import WARM_UP
 from megatron_2bw.core.streams import own_stream
+from megatron_2bw.mcore.batch_sizes import planned
 from megatron_2bw.mcore.late_step import StepResult
 from megatron_2bw.mcore.stage_times import Meeting, StageStats
 from megatron_2bw.models import cluster
@@ -164,19 +166,36 @@ class LogLines:
 
 
 class Progress:
-    """How far the run is and how fast. Evaluation and saving count in the ETA, not in the other values."""
+    """How far the run is and how fast. Evaluation and saving count in the ETA, not in the other values.
+
+    Batches may differ in size. So the speed counts the samples since the line before, and the ETA counts samples.
+    """
 
     def __init__(self):
-        self._began: tuple[int, float] | None = None  # the first line's iteration, and when it was written
+        self._first: tuple[float, int] | None = None  # when the first line was written, and its samples
+        self._planned = 0  # samples of the whole run
+        self._before = (0, 0)  # iteration and samples of the line before
 
     def line(self, text: str) -> str:
         """What Megatron prints; to an iteration's line the progress is added, which also goes to the dashboards."""
         for found in run_log.training(text):
-            args, now, seconds = get_args(), time.perf_counter(), max(found.milliseconds or 0, 0.1) / 1000
-            first, began = self._began = self._began or (found.iteration, now)
-            pace = (now - began) / (found.iteration - first) if found.iteration > first else seconds
-            speed, used = args.global_batch_size * args.seq_length / seconds, mfu(args, seconds)
-            tokens, left = args.consumed_train_samples * args.seq_length, pace * (found.planned - found.iteration)
+            args = get_args()
+            now = time.perf_counter()
+            samples = args.consumed_train_samples
+            seconds = max(found.milliseconds or 0, 0.1) / 1000
+            if self._first is None:
+                self._first = (now, samples)
+                _, self._planned = planned(args, found.iteration, samples)
+                size = get_current_running_global_batch_size()
+            else:
+                size = (samples - self._before[1]) / (found.iteration - self._before[0])
+            self._before = (found.iteration, samples)
+            began, first = self._first
+            pace = (now - began) / (samples - first) if samples > first else seconds / size
+            left = pace * (self._planned - samples)
+            speed = size * args.seq_length / seconds
+            tokens = samples * args.seq_length
+            used = mfu(args, size, seconds)
             values = {"tokens per second": speed, "tokens": tokens, "ETA (hours)": left / 3600}
             _send(values if used is None else values | {"MFU": used}, found.iteration)
             text += f" tokens/s: {speed:.0f} | tokens: {tokens} | ETA: {timedelta(seconds=round(left))} |"
@@ -198,8 +217,8 @@ def _send(values: dict[str, float], iteration: int) -> None:
         wandb.log(values, iteration)
 
 
-def mfu(args: Any, seconds: float) -> float | None:
-    """Share of the GPUs' peak that an iteration of that many seconds used, by Megatron's count of its operations.
+def mfu(args: Any, size: float, seconds: float) -> float | None:
+    """Share of the GPUs' peak that an iteration of `size` samples used, by Megatron's count of its operations.
 
     None where the peak is not known: on other GPUs, on the CPU, and without bfloat16 or float16.
     """
@@ -207,7 +226,7 @@ def mfu(args: Any, seconds: float) -> float | None:
     peak = next((device.tflops * 1e12 for pattern, device in GPUS.items() if re.match(pattern, name)), None)
     if peak is None or args.params_dtype is torch.float32 or args.fp8:
         return None
-    return training.num_floating_point_operations(args, args.global_batch_size) / (seconds * args.world_size * peak)
+    return training.num_floating_point_operations(args, size) / (seconds * args.world_size * peak)
 
 
 def _has_line(values: dict[str, Any]) -> bool:

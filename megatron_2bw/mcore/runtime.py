@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from megatron_2bw.core import InPlaceUpdate, Pipeline, Recorder, StashedUpdate, 
 from megatron_2bw.core.groups import streams_warning
 from megatron_2bw.core.p2p import connect_group
 from megatron_2bw.core.pipeline import WARM_UP
+from megatron_2bw.flags.correction import Correction
 from megatron_2bw.guard import arguments, around
+from megatron_2bw.mcore.batch_sizes import Position
 from megatron_2bw.mcore.grad_buffers import all_buffers
 from megatron_2bw.mcore.late_step import LateStep, Options, StepResult
 from megatron_2bw.mcore.log_lines import LogLines
@@ -36,12 +39,11 @@ class MegatronRuntime:
     """One stage.
 
     schedule  what to do when
-    progress  reads the training loop's position: the iteration that runs now, and the one after the last planned, or
-              the first whose batch has another size
+    position  reads where the training loop is
     """
 
-    def __init__(self, schedule: Schedule, progress: Callable[[], tuple[int, int]], options: Options = Options()):
-        self.schedule, self.progress, self.options = schedule, progress, options
+    def __init__(self, schedule: Schedule, position: Callable[[], Position], options: Options = Options()):
+        self.schedule, self.position, self.options = schedule, position, options
         self.pipeline: Pipeline | None = None  # from the first iteration on
         self.stores: WeightStores | None = None
         self.late: LateStep | None = None
@@ -51,6 +53,8 @@ class MegatronRuntime:
         self.save_complete = False  # all ranks have written a checkpoint, as all know by the same iteration
         self.exit_requested = False  # a rank wants the run to end, as all ranks know by the same iteration
         self._resume = RunState()
+        self._correction: Correction | None = None  # of the newest working copy
+        self._following = 0  # microbatches of the batch after the last one of the present size
         self._scheduler: Any = None
         self._step_result: tuple = ()
         self._hidden: tuple | None = None  # exit flags as they were given, while `decide_exit` hides them
@@ -124,7 +128,8 @@ class MegatronRuntime:
         if forward_only:
             self.sync_weights()
             return megatron_schedules.get_forward_backward_func()(forward_only=True, **values)
-        call, (iteration, end) = Call(**values), self.progress()
+        call = Call(**values)
+        iteration, end, self._following = self.position()
         if self.pipeline is None:
             self._start(call, iteration, end)
         elif call.num_microbatches != self.pipeline.shape.microbatches:
@@ -172,7 +177,8 @@ class MegatronRuntime:
             shadow=dict(zip(self.stores.params, self.stores.values(newest - 1))) | biases,
             loss_scale=self.late.scales.of(version),
             working=self.late.working.values() if self.late.working is not None else {},
-            correction=self.options.correction,
+            correction=self._correction,
+            sync_iterations=self.schedule.sync_iterations,
         )
 
     def random_state_before_flight(self) -> contextlib.AbstractContextManager:
@@ -180,8 +186,13 @@ class MegatronRuntime:
         return self._stage.random_state_before_flight() if self.pipeline is not None else contextlib.nullcontext()
 
     def resume(self, state: RunState) -> None:
-        """Start from a checkpoint that has been loaded; called before the first iteration."""
+        """Start from a checkpoint that has been loaded; called before the first iteration.
+
+        The synchronous start belongs to the beginning of the run, so its length is that of the checkpoint.
+        """
         self._resume = state
+        if state.sync_iterations is not None:
+            self.schedule = replace(self.schedule, sync_iterations=state.sync_iterations)
 
     def close_trace(self) -> None:
         """Write the rest of the trace."""
@@ -212,7 +223,8 @@ class MegatronRuntime:
         if not self.schedule.flushes:
             self._make_stores(call, shape, index)
         if self.schedule.late_step:
-            if first < (last := min(self.schedule.sync_iterations, end)):
+            last = min(self.schedule.sync_iterations, get_args().train_iters)
+            if first < last:
                 print_rank_0(f"> {self.schedule.name}: iterations {first + 1} to {last} run without gradient delay")
             parts = self.schedule, shape, self.stores, call, self._optimizer, self._scheduler, options, self._resume
             asks = dict(end_batch=self._end_batch, complete=self._complete, save_pending=self.save_pending)
@@ -243,7 +255,7 @@ class MegatronRuntime:
         if shape.first > 0:
             versions = "both weight versions of the checkpoint" if shadow else "the loaded weights as every version"
             if self.schedule.reads_late(shape.first):
-                versions += resume_note(self._resume.correction, self.options.correction)
+                versions += resume_note(self._resume.correction, self._correction_of(shape.microbatches))
             print_rank_0(f"> {self.schedule.name}: starts from iteration {shape.first} with {versions}")
 
     def _use_shape(self, shape: Shape, call: Call) -> None:
@@ -286,8 +298,13 @@ class MegatronRuntime:
 
     def _end_batch(self, batch: int) -> tuple:
         tokens = self._stage.end_batch(batch)
-        correction = self.options.correction if self.schedule.reads_late(batch + 1) else None
-        return tokens, self._clock.stats_later(self.late.defer), correction
+        shape = self.pipeline.shape
+        microbatches = shape.microbatches if batch + 1 < shape.end else self._following
+        self._correction = self._correction_of(microbatches) if self.schedule.reads_late(batch + 1) else None
+        return tokens, self._clock.stats_later(self.late.defer), self._correction
+
+    def _correction_of(self, microbatches: int) -> Correction | None:
+        return self.options.correction(microbatches) if self.options.correction is not None else None
 
     def _complete(self, result: StepResult) -> None:
         self.exit_requested |= result.exit_requested

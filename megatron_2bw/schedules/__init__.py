@@ -21,7 +21,7 @@ def schedule_of(
     gradient_slots: int | str = 2,
     extra_warmup: tuple[int, ...] = (),
     sync_iterations: int = 0,
-    late_microbatches: int | None = None,
+    late_microbatches: int | str | None = None,
     gpipe_round: int | None = None,
 ) -> Schedule | None:
     """The schedule of --pipeline-schedule `name` with the options of 2bw and gpipe; None for Megatron's own."""

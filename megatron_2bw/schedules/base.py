@@ -20,7 +20,7 @@ class Schedule:
     chunks: int = 1  # parts of the model that a stage holds
     late_step: bool = False  # a batch's optimizer step overlaps the next batch, between its REDUCE and its STEP
     sync_iterations: int = 0  # batches at the start without gradient delay, in a schedule that delays the others
-    late_microbatches: int | None = None  # of a batch, if not all are on older weights
+    late_microbatches: int | str | None = None  # of a batch, if not all are on older weights
     round: int | None = None  # microbatches after which the pipeline drains inside a batch, in a schedule that does
 
     def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:

@@ -27,6 +27,7 @@ class TwoBW(Schedule):
                     already overlap the forwards of batch n on the same W(n-1). So 0 and 1 are the same.
     late_microbatches  the first of batch j, which run on W(j-1); the others run on W(j). None: all, as in the paper.
                     At least stage 0's forwards ahead; each one more gives the step the time of an F and a B.
+                    "auto": by the size of the batch, see `late_of_auto`.
     """
 
     name = "2bw"
@@ -37,7 +38,7 @@ class TwoBW(Schedule):
     gradient_slots: int | str = 2
     extra_warmup: tuple[int, ...] = ()
     sync_iterations: int = 0
-    late_microbatches: int | None = None
+    late_microbatches: int | str | None = None
 
     def ahead(self, shape: Shape, stage: int) -> int:
         return self._ahead(shape.stages, stage)
@@ -47,7 +48,8 @@ class TwoBW(Schedule):
         return stages - 1 - stage + sum(extra[stage : stages - 1])
 
     def version(self, shape: Shape, stage: int, microbatch: int) -> int:
-        batch, late = shape.batch(microbatch), self.late_microbatches
+        batch = shape.batch(microbatch)
+        late = self.late(shape.stages, shape.microbatches)
         fresh = late is not None and microbatch % shape.microbatches >= late
         return batch if fresh or batch < max(self.sync_iterations, 1) else batch - 1
 
@@ -76,6 +78,12 @@ class TwoBW(Schedule):
     def min_microbatches(self, stages: int) -> int:
         # With fewer, a forward would need W(j) before the last backward of batch j-1 has started its step.
         return self._ahead(stages, 0) + 1
+
+    def late(self, stages: int, microbatches: int) -> int | None:
+        """How many microbatches of a batch of that size are late; None: all."""
+        if self.late_microbatches == "auto":
+            return self.late_of_auto(stages, microbatches)
+        return self.late_microbatches
 
     def late_of_auto(self, stages: int, microbatches: int) -> int | None:
         """Of --two-bw-correction auto: a quarter of a batch, one or two a stage; all, if that is more than half."""

@@ -31,6 +31,7 @@ class Rule:
     late          microbatches at the start of a batch that are delayed; None: all
     factor        of the extrapolation
     gradient      times of its gradient term
+                  Of these three a tuple has a value for each batch; W'(j) has those of batch j.
     norm_order    the names by stage in the order in which the pipeline under test adds up the gradient norm
     poison        batch whose gradients are made inf, and whose step is skipped
     """
@@ -39,12 +40,17 @@ class Rule:
     optimizer: str = "adam"
     delay: int = 1
     sync: int = 0
-    late: int | None = None
-    factor: float = 0.0
-    gradient: float = 0.0
+    late: int | tuple[int, ...] | None = None
+    factor: float | tuple[float, ...] = 0.0
+    gradient: float | tuple[float, ...] = 0.0
     norm_order: list[list[str]] = field(default_factory=list)
     poison: int | None = None
     per_stage: bool = False  # PipeDream: norm per stage, version by stage
+
+
+def of_batch(given, batch: int):
+    """The value for a batch: `given`, or its entry for that batch (after the last batch, of the last)."""
+    return given[min(batch, len(given) - 1)] if isinstance(given, tuple) else given
 
 
 def reference(rank: int, argv: list[str], rule: Rule) -> Run:
@@ -169,21 +175,23 @@ class _Reference:
     def _ahead(self) -> dict[str, torch.Tensor]:
         """The working copy of the newest weights, in model precision."""
         version = len(self.versions)
-        if not self.rule.factor or version < max(self.rule.sync, 1):
+        factor = of_batch(self.rule.factor, version)
+        gradient = of_batch(self.rule.gradient, version)
+        if not factor or version < max(self.rule.sync, 1):
             return self._snapshot()
         now = self._masters()
-        ahead = {name: torch.lerp(old, now[name], 1 + self.rule.factor) for name, old in self.before.items()}  # one rounding
-        if self.rule.gradient and not self.run.skipped[-1]:
-            self._add_gradients(ahead)
+        ahead = {name: torch.lerp(old, now[name], 1 + factor) for name, old in self.before.items()}  # one rounding
+        if gradient and not self.run.skipped[-1]:
+            self._add_gradients(ahead, gradient)
         return {name: tensor.to(self.params[name].dtype) for name, tensor in ahead.items()}
 
-    def _add_gradients(self, ahead: dict[str, torch.Tensor]) -> None:
+    def _add_gradients(self, ahead: dict[str, torch.Tensor], gradient: float) -> None:
         """Adam's update is a running mean of gradients, over the root of that of their squares; SGD's a sum of them."""
         names = {main: name for name, main in self.main.items()}
         for part in self.optimizer.parts:
             for group in part.param_groups:
                 for main in group["params"]:
-                    state, times, below = part.state[main], self.rule.gradient * group["lr"], None
+                    state, times, below = part.state[main], gradient * group["lr"], None
                     if isinstance(part, torch.optim.AdamW):
                         beta1, beta2 = group["betas"]
                         times *= 1 - beta1
@@ -247,13 +255,13 @@ class _Reference:
 
     def _count(self, batch: int) -> int:
         """Microbatches of the batch."""
-        given = self.rule.microbatches
-        return given if isinstance(given, int) else given[batch]
+        return of_batch(self.rule.microbatches, batch)
 
     def _version(self, name: str, batch: int, microbatch: int) -> int:
         if not self.rule.per_stage:
             index = microbatch - batch * self._count(batch)
-            if self.rule.late is not None and index >= self.rule.late:
+            late = of_batch(self.rule.late, batch)
+            if late is not None and index >= late:
                 return batch
             return batch if batch < self.rule.sync else max(batch - self.rule.delay, 0)
         stages = len(self.rule.norm_order)

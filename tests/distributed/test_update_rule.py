@@ -149,14 +149,28 @@ def test_pipedream_skips_the_step_of_the_stage_with_inf():
 SIZED = dict(global_batch_size=None, train_iters=8, step_batch_size_schedule="0:4 128:8 640:10")  # of two samples each
 
 
-@pytest.mark.parametrize(
-    "stages, flags",
-    [(2, ""), (1, "--bf16 --two-bw-correction extrapolate"), (2, "--fp16 --eval-interval 3 --eval-iters 1")],
-    ids=["two", "corrected", "evaluated"],
+COUNTS = (2, 2, 4, 4, 4, 4, 5, 5)
+BY_SIZE = dict(  # all microbatches are late, or two of four, or two of five
+    late=(2,) * 8,
+    factor=(1.5, 1.5, 0.75, 0.75, 0.75, 0.75, 0.65, 0.65),
+    gradient=(2, 2, 0.75, 0.75, 0.75, 0.75, 0.65, 0.65),
 )
-def test_batches_of_several_sizes(stages, flags):
-    """The pipeline drains before a batch of another size; its gradients are late by one update, too."""
+
+
+@pytest.mark.proof("late", "auto")
+@pytest.mark.parametrize(
+    "stages, flags, rule",
+    [
+        (2, "", {}),
+        (1, "--bf16 --two-bw-correction extrapolate", dict(factor=1.0)),
+        (2, "--fp16 --eval-interval 3 --eval-iters 1", {}),
+        (2, "--two-bw-late-microbatches 2", dict(late=2)),
+        (2, "--bf16 --two-bw-correction auto --two-bw-sync-iterations 0", BY_SIZE),
+    ],
+    ids=["two", "corrected", "evaluated", "late", "auto"],
+)
+def test_batches_of_several_sizes(stages, flags, rule):
+    """The pipeline drains before a batch of another size; late microbatches and the correction follow each batch."""
     argv = lambda stages: command(stages, 2, "2bw", UNTIED, *flags.split(), **SIZED)
     runs = run_pipeline(argv(stages), stages)
-    rule = dict(factor=1.0) if "extrapolate" in flags else {}
-    assert_same(runs, run_reference(runs, argv(1), (2, 2, 4, 4, 4, 4, 5, 5), **rule), exact=True)
+    assert_same(runs, run_reference(runs, argv(1), COUNTS, **rule), exact=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_2bw.flags.correction import GAPS, Correction, correction, late_microbatches, note, parse
+from megatron_2bw.flags.correction import GAPS, Correction, beta1, correction, late_of, notes, parse
 from megatron_2bw.flags.own import START, sync_iterations
 from megatron_2bw.mcore.working_copy import resume_note
 from megatron_2bw.portions import portions
@@ -38,20 +38,27 @@ SIZES |= dict(step_batch_size_schedule=None)
 
 
 @pytest.mark.parametrize(
-    "schedule, given, start, words",
+    "given, expected",
     [
-        ("2bw", "none", None, f"At 8,192 tokens a batch a small GPT's gap to vanilla's loss was {GAPS[8192][0]:+} %"),
-        ("2bw", "auto", None, "; --adam-beta1 0.9. At 8,192 tokens a batch a small GPT's gap to vanilla's loss was"),
-        ("2bw", "extrapolate", None, None),
-        ("2bw", "none", 3, None),
-        ("pipedream-flush", "none", None, None),
+        ({}, [f"At 8,192 tokens a batch a small GPT's gap to vanilla's loss was {GAPS[8192][0]:+} %"]),
+        (dict(two_bw_correction="auto"), ["auto: all microbatches of a batch are late; weights 1.5 updates ahead"]),
+        (
+            dict(two_bw_correction="auto", step_batch_size_schedule="0:4 128:32"),
+            [
+                "auto: all microbatches of a batch of 4 samples are late; weights 1.5 updates ahead",
+                "auto: the first 4 of 16 microbatches of a batch of 32 samples are late; weights 0.5 updates ahead",
+            ],
+        ),
+        (dict(two_bw_correction="extrapolate"), []),
+        (dict(two_bw_sync_iterations=3), []),
+        (dict(pipeline_schedule="pipedream-flush"), []),
     ],
 )
-def test_a_run_has_a_line_on_what_it_does_against_the_delay(schedule, given, start, words):
-    named = SIZES | dict(pipeline_schedule=schedule, two_bw_correction=given, two_bw_sync_iterations=start)
-    args = Namespace(**named, seq_length=2048, optimizer="adam", adam_beta1=0.9, two_bw_correction_factor=1.0)
-    line = note(correction(Namespace(**vars(args), two_bw_correction_gradient=0.0)), args)
-    assert (line is None) if words is None else (words in line and "\n" not in line)
+def test_a_run_has_a_line_for_each_size_of_its_batches(given, expected):
+    named = SIZES | dict(pipeline_schedule="2bw", two_bw_correction="none", two_bw_sync_iterations=None)
+    args = Namespace(**named | given, seq_length=2048, optimizer="adam", adam_beta1=0.9)
+    for line, words in zip(notes(args), expected, strict=True):
+        assert words in line
 
 
 def test_the_gaps_that_a_run_prints_are_those_of_the_record():
@@ -79,13 +86,14 @@ BY_HAND = dict(two_bw_correction="extrapolate")
 def test_what_the_flags_stand_for(given, expected):
     named = SIZES | dict(two_bw_correction_factor=1.0, two_bw_correction_gradient=0.0, optimizer="adam", adam_beta1=0.9)
     named["muon_momentum"] = 0.95
-    assert correction(Namespace(**named | given)) == expected
+    args = Namespace(**named | given)
+    assert correction(args, args.global_batch_size // 2) == expected
 
 
 @pytest.mark.parametrize(
     "given, expected",
     [
-        ({}, None),
+        ({}, 2),  # all
         (dict(global_batch_size=8), 2),  # one for each stage, half of a batch
         (dict(global_batch_size=16), 2),  # a quarter
         (dict(global_batch_size=64), 4),  # two for each stage
@@ -94,7 +102,14 @@ def test_what_the_flags_stand_for(given, expected):
     ],
 )
 def test_how_many_microbatches_are_late(given, expected):
-    assert late_microbatches(Namespace(**SIZES | dict(two_bw_correction="auto") | given)) == expected
+    args = Namespace(**SIZES | dict(two_bw_correction="auto") | given)
+    assert late_of(args, args.global_batch_size // 2) == expected
+
+
+@pytest.mark.parametrize("steps, expected", [("0:4", 0.95), ("0:4 128:32", 0.9)])
+def test_the_largest_batch_decides_on_the_decay(steps, expected):
+    named = SIZES | dict(two_bw_correction="auto", step_batch_size_schedule=steps)
+    assert beta1(Namespace(**named)) == expected
 
 
 def test_denominators_exist_for_a_few_elements_at_a_time():
@@ -109,7 +124,6 @@ def test_denominators_exist_for_a_few_elements_at_a_time():
     [
         (dict(two_bw_sync_iterations=7), 7),
         (dict(two_bw_sync_iterations="20%"), 201),  # of 1009
-        (dict(two_bw_sync_iterations="20%", train_iters=None, train_samples=2000), 100),  # of 500 batches
         ({}, 201),
         (dict(train_iters=10**6), START),
         (dict(two_bw_sync_iterations=0), 0),
@@ -118,6 +132,6 @@ def test_denominators_exist_for_a_few_elements_at_a_time():
     ],
 )
 def test_the_length_of_a_synchronous_start(given, expected):
-    sizes = SIZES | dict(train_iters=1009, train_samples=None, two_bw_sync_iterations=None)
-    sizes |= dict(two_bw_correction="auto", lr=1e-3)
-    assert sync_iterations(Namespace(**sizes | given)) == expected
+    named = SIZES | dict(two_bw_sync_iterations=None, two_bw_correction="auto", lr=1e-3) | given
+    iterations = named.pop("train_iters", 1009)
+    assert sync_iterations(Namespace(**named), iterations) == expected

@@ -12,9 +12,13 @@ import torch
 @pytest.fixture
 def world(cpu_layer, monkeypatch):
     """Megatron's globals, as far as a logbook reads them."""
+    from megatron.core import num_microbatches_calculator as calculators
+
     from megatron_2bw.mcore import log_lines as logbook
 
-    sizes = dict(log_interval=2, global_batch_size=8, seq_length=16, train_iters=10, world_size=2)
+    sizes = dict(log_interval=2, step_batch_size_schedule=None, seq_length=16, train_iters=10, world_size=2)
+    calculator = calculators.ConstantNumMicroBatchesCalculator(8, 1, 2, False, 1)
+    monkeypatch.setattr(calculators, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", calculator)
     more = dict(consumed_train_samples=0, skipped_train_samples=0, params_dtype=torch.bfloat16, fp8=None)
     args = types.SimpleNamespace(**sizes, **more)
     timer = types.SimpleNamespace(_started=False, elapsed=lambda reset=True, barrier=False: 1.5)
@@ -45,6 +49,12 @@ def outcome(batch: int, **changes):
 
 def call(iteration: int) -> dict:
     return {"iteration": iteration, "is_first_iteration": iteration == 1, "loss_dict": {"lm loss": iteration}}
+
+
+def add(world, write, iteration: int, size: int = 8) -> bool:
+    """The loop's call of `training_log` after an iteration of `size` samples."""
+    world.args.consumed_train_samples += size
+    return world.book.add(write, call(iteration))
 
 
 def megatrons(world, lines: list):
@@ -120,7 +130,7 @@ def test_the_eta_is_the_mean_pace_since_the_first_line(prompt, monkeypatch):
     monkeypatch.setattr(prompt.module.time, "perf_counter", lambda: next(clock))
     lines = []
     for iteration in range(1, 11):
-        prompt.book.add(megatrons(prompt, lines), call(iteration))
+        add(prompt, megatrons(prompt, lines), iteration)
     shown = [text.split("ETA: ")[1].split(" |")[0] for *_, text in lines if text != "not printed"]
     assert shown == ["0:00:14", "0:04:00", "0:03:00", "0:02:00", "0:01:00", "0:00:00"]
 
@@ -137,7 +147,7 @@ def test_mfu_is_megatrons_operations_by_the_peak_of_all_gpus(gpu, peak, late, mo
     assert late.scalars[1].get("MFU") == (None if peak is None else pytest.approx(expected))
     assert ("ETA: 0:00:14 | bubble" if peak is None else f"ETA: 0:00:14 | MFU: {expected:.1%} |") in lines[0][2]
     late.args.params_dtype = torch.float32
-    assert late.module.mfu(late.args, 1.5) is None
+    assert late.module.mfu(late.args, 8, 1.5) is None
 
 
 @pytest.fixture
@@ -165,7 +175,7 @@ def test_stages_that_meet_exchange_their_reports_at_lines_only(prompt):
     lines = []
     write = megatrons(prompt, lines)
     for iteration in range(1, 5):
-        assert prompt.book.add(write, call(iteration)) is False, "written at once; returns what Megatron's does"
+        assert add(prompt, write, iteration) is False, "written at once; returns what Megatron's does"
     assert prompt.gathered == [[1.0, 6.0, 2.0], [1.0, 6.0, 2.0], [2.0, 12.0, 4.0]], "since the last line each"
     # Stage 0 waited 2 of 16 seconds; stage 1, two seconds longer in the rest, 2 of 18.
     assert prompt.scalars[4]["bubble/stage 0"] == pytest.approx(2 / 16)
@@ -177,13 +187,34 @@ def test_stages_that_meet_exchange_their_reports_at_lines_only(prompt):
 
 
 def test_tokens_per_second_are_those_of_the_interval_that_the_line_shows(prompt):
-    """Megatron's first line does not reset its timer, so the second one's time covers the first iteration too."""
+    """Megatron's first line does not reset its timer, so the second one's time covers the first iteration too.
+
+    The last batch is larger.
+    """
     write = megatrons(prompt, [])
-    for iteration in range(1, 5):
+    for iteration, size in ((1, 8), (2, 8), (3, 8), (4, 24)):
         prompt.book._read = lambda seconds=iteration: float(seconds)
-        prompt.book.add(write, call(iteration))
+        add(prompt, write, iteration, size)
     tokens = {step: prompt.scalars[step]["tokens per second"] for step in (1, 2, 4)}
-    assert tokens == pytest.approx({1: 128 / 1, 2: 2 * 128 / (1 + 2), 4: 2 * 128 / (3 + 4)})
+    assert tokens == pytest.approx({1: 128 / 1, 2: 2 * 128 / (1 + 2), 4: (8 + 24) * 16 / (3 + 4)})
+
+
+def test_a_runs_iterations_and_samples_under_a_batch_schedule(cpu_layer, monkeypatch):
+    """Of 4 samples up to sample 8, then of 16: 8 samples in two iterations, 80 in seven."""
+    from megatron.core import num_microbatches_calculator as calculators
+
+    from megatron_2bw.mcore.batch_sizes import planned, position
+
+    calculator = calculators.StepBatchsizeNumMicroBatchesCalculator(2, 1, False, 1, "0:4 128:16", seq_length=16)
+    monkeypatch.setattr(calculators, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", calculator)
+    args = types.SimpleNamespace(step_batch_size_schedule="0:4 128:16", train_iters=None, train_samples=80)
+    assert planned(args) == (7, 88)
+    args.train_iters, args.consumed_train_samples, args.curr_iteration = 7, 4, 1
+    assert planned(args, 1, 4) == (7, 88)
+    assert position(args) == (1, 2, 8)
+    args.consumed_train_samples, args.curr_iteration = 24, 3
+    calculator.update(24, consistency_check=True)
+    assert position(args) == (3, 7, 8)
 
 
 def test_whoever_finishes_early_has_waited_for_the_last(world):
