@@ -6,6 +6,7 @@ Invariant: every error of the libraries becomes one line that names the flag. No
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 from collections.abc import Iterator
@@ -66,10 +67,11 @@ def reached(flag: str, name: str) -> Iterator[None]:
         raise UserError(line) from error
 
 
-def load(where: str, source: str, split: str, key: str | None = None, **words: Any) -> Any:
+def load(where: str, source: str, split: str, key: str | None = None, arrays: bool = False, **words: Any) -> Any:
     """A split of the dataset in a folder written by save_to_disk, in a folder of data files, or of a name on the Hub.
 
-    key: of its only column, or None for all; words: of load_dataset. Raises UserError, which begins with `where`.
+    key: of its only column, or None for all; arrays: the texts are JSON arrays, the rows their elements; words: of
+    load_dataset. Raises UserError, which begins with `where`.
     """
     with _one_line(f"{where}: "):
         import datasets
@@ -81,7 +83,24 @@ def load(where: str, source: str, split: str, key: str | None = None, **words: A
             found = found[split] if isinstance(found, dict) else found
         else:
             found = datasets.load_dataset(str(path), split=split, **words)
+        if arrays:
+            name = f"{found._fingerprint}-elements"
+            found = found.map(_elements, batched=True, batch_size=1, new_fingerprint=name)
         return found if key is None else found.select_columns([key])
+
+
+def _elements(texts: dict[str, list[str]]) -> dict[str, list[str]]:
+    array = json.loads(texts["text"][0].removeprefix("\ufeff"))
+    lines = [json.dumps(each, ensure_ascii=False) for each in array]  # half of a surrogate pair remains an escape
+    return {"text": [line.encode(errors="backslashreplace").decode() for line in lines]}
+
+
+def holds_array(file: str) -> bool:
+    """Whether a file, perhaps a compressed one, is one JSON array."""
+    import fsspec
+
+    with _one_line(f"--input {file}: "), fsspec.open(file, "rb", compression="infer") as stream:
+        return stream.read(1000).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
 @contextlib.contextmanager

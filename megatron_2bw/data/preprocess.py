@@ -6,6 +6,7 @@ work lies in PREFIX.unfinished until it is whole; the next call continues it. PR
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import glob
 import hashlib
@@ -39,9 +40,10 @@ PART_BYTES = 256_000_000  # of text: tokenized by all workers together; a later 
 BATCH_BYTES = 1_000_000  # of text, on average: tokenized in one call
 LIBRARIES = ("tokenizers", "sentencex", "transformers")  # whose versions may change the result
 COLUMNS = ("tokens", "lengths")  # of a Document
-_FORMAT = 5  # raise it when the same inputs give other files
+_FORMAT = 6  # raise it when the same inputs give other files
 _JSON = {".jsonl", ".json", ".ndjson"}
-_ROWS = {"jsonl": "line", "lines": "line", "blank-lines": "paragraph", "file": "document"}  # as `datasets` names them
+# The rows of a form, as `datasets` names them.
+_ROWS = {"jsonl": "line", "array": "document", "lines": "line", "blank-lines": "paragraph", "file": "document"}
 
 
 def say(text: str) -> None:
@@ -50,12 +52,17 @@ def say(text: str) -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """Rows of a dataset, or, of text files, those that _ROWS names. key: of the text; None for the whole object."""
+    """Rows of a dataset, or, of text files, those that _ROWS names. key: of the text; None for the whole object.
+
+    names: of the dataset, or of the files, which `read` reads one by one
+    """
 
     rows: Any  # a Dataset of the datasets library
     form: str | None
     key: str | None
     skip_bad: bool
+    names: list[str]
+    read: Callable | None = None
 
     def documents(self, batch: dict[str, list], numbers: Iterable[int], take: Callable) -> Iterator:
         """What `take` makes of each document. A bad one raises UserError, or with `skip_bad` is (0, None)."""
@@ -66,9 +73,21 @@ class Source:
                 yield from [take(document) for document in (self._read(row) if self.form else [row])]
             except (ValueError, TypeError, LookupError, AttributeError) as error:
                 if not self.skip_bad:
-                    begin = f"row {number + 1:,} of the input, {str(row)[:40]!r}: {str(error).splitlines()[0]}"
+                    reason = str(error).partition("\n")[0] or type(error).__name__
+                    begin = f"{self._place(number)}, {str(row)[:40]!r}: {reason}"
                     raise UserError(f"{begin} (--skip-bad-documents leaves such documents out)") from error
                 yield 0, None
+
+    def _place(self, number: int) -> str:
+        """The file, and the row in it from 1 on, of a row of this source."""
+        flag = "--input" if self.form else "--dataset"
+        for name in self.names:
+            rows = number + 1 if len(self.names) == 1 else 0
+            with contextlib.suppress(UserError):  # a file without a row cannot be read
+                rows = rows or len(self.read([name]))
+            if number < rows:
+                return f"{flag} {name}, row {number + 1:,}"
+            number -= rows
 
     def _read(self, row: str) -> list[Any]:
         """The documents of a line, a block between empty lines, or a file."""
@@ -78,9 +97,14 @@ class Source:
         if self.form == "blank-lines":  # they may hold spaces
             blocks = itertools.groupby(text.split("\n"), lambda line: bool(line.strip()))
             return ["\n".join(block) for written, block in blocks if written]
-        if self.form != "jsonl" or not text.strip():
+        if self.form not in ("jsonl", "array") or not text.strip():
             return [text] if text.strip() else []
-        record = json.loads(text)
+        try:
+            record = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"it is no JSON, {error}") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"it is {type(record).__name__}, not an object with keys")
         if self.key is not None and self.key not in record:
             raise ValueError(f"no key {self.key!r}, only {', '.join(record)}: give --json-keys")
         return [record if self.key is None else record[self.key]]
@@ -160,18 +184,26 @@ def _sources(options: Namespace, folder: Path) -> Iterator[Source]:
     if name := options.dataset:
         where = f"--dataset {name}, --dataset-split {options.dataset_split}, --text-column {key}"
         rows = hub.load(where, name, options.dataset_split, key, name=options.dataset_config)
-        yield Source(rows, None, key, skip)
+        yield Source(rows, None, key, skip, [name])
 
-    def form(file: str) -> str:
+    def form(file: str) -> tuple[str, str]:
+        """What the rows are, and the name of a file that is a source by itself."""
         json_by_name = not _JSON.isdisjoint(suffix.lower() for suffix in Path(file).suffixes[-2:])
         is_json = json_by_name if options.input_format == "auto" else options.input_format == "jsonl"
-        return "jsonl" if is_json or options.task == "sft" else options.text_documents
+        if not is_json and options.task != "sft":
+            return options.text_documents, ""
+        return ("array", file) if hub.holds_array(file) else ("jsonl", "")
 
-    for unit, files in itertools.groupby(options.files, form):
-        names = list(map(glob.escape, files))
-        words = dict(data_files=names, sample_by=_ROWS[unit], cache_dir=str(folder / "cache"))
-        words["encoding_errors"] = "replace" if skip else "strict"  # by U+FFFD
-        yield Source(hub.load(f"--input {' '.join(names)[:200]}", "text", "train", **words), unit, key, skip)
+    for (unit, _), files in itertools.groupby(options.files, form):
+        read = functools.partial(_read, unit, str(folder / "cache"), "replace" if skip else "strict")  # by U+FFFD
+        names = list(files)
+        yield Source(read(names), unit, key, skip, names, read)
+
+
+def _read(form: str, cache: str, errors: str, names: list[str]) -> Any:
+    """The rows of files; of a JSON array its elements, each as a line of JSON."""
+    words = dict(data_files=[*map(glob.escape, names)], sample_by=_ROWS[form], cache_dir=cache, encoding_errors=errors)
+    return hub.load(f"--input {' '.join(names)[:200]}", "text", "train", arrays=form == "array", **words)
 
 
 def _new_tokenizer(options: Namespace, sources: list[Source], folder: Path) -> Path:

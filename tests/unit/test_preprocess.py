@@ -174,6 +174,7 @@ BLANK = "\n \na b\r\nc\n\n\t\n\nd\n  e\u2028\n\n"
         (["--text-documents", "blank-lines"], "a.txt.bz2", BLANK, ["a b\nc", "d\n  e\u2028"]),
         (["--json-keys", "body"], "a.jsonl.xz", LINES, ["é\u2028日", "b"]),
         (["--input-format", "jsonl"], "a.log", '{"text": "t"}\n', ["t"]),
+        ([], "a.json.gz", '\ufeff \n[{"text": "é\\ud83d\\ude00"},\n{"text": "\\\\ud800"}]', ["é😀", "\\ud800"]),
     ],
 )
 def test_documents_of_files(tmp_path, capsys, flags, name, content, expected):
@@ -206,9 +207,23 @@ def test_bad_documents_stop_the_work_or_are_counted(tmp_path, capsys, line, reas
     flags = ["--task", "gpt", "--input", tmp_path / "in.jsonl", "--tokenizer-model", tmp_path / "made"]
     status, _, err = call(capsys, *flags, "--output-prefix", tmp_path / "out")
     last = err.splitlines()[-1]
-    assert status == 2 and reason in last and ("row 51 of the input, " in last or reason == "utf-8")
+    assert status == 2 and reason in last and ("in.jsonl, row 51, " in last or reason == "utf-8")
     status, _, err = call(capsys, *flags, "--output-prefix", tmp_path / "out", "--skip-bad-documents")
     assert status == 0 and "1 bad documents left out" in err and len(written(tmp_path / "out")[0]) == 60
+
+
+def test_a_bad_document_has_its_file_and_its_row_there(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    good = '{"text": "t"}\n'
+    for name, text in {"a.jsonl": good * 3, "b.jsonl": "", "c.jsonl": f"{good}1\n", "d.json": f"[{good}, 2]"}.items():
+        (tmp_path / "in" / name).write_text(text)
+    vocabulary.save(tmp_path / "made", vocabulary.train_bpe(TEXTS, 300, [vocabulary.EOD]), vocabulary.GPT)
+    flags = ["--task", "gpt", "--tokenizer-model", tmp_path / "made", "--output-prefix", tmp_path / "out", "--input"]
+    for file, row in (("c.jsonl", 1), ("d.json", 2)):
+        status, _, err = call(capsys, *flags, tmp_path / "in")
+        assert status == 2 and f"in/{file}, row 2, '{row}': it is int, not an object" in err.splitlines()[-1]
+        (tmp_path / "in" / file).write_text(good)
+    assert call(capsys, *flags, tmp_path / "in")[0] == 0 and len(written(tmp_path / "out")[0]) == 5
 
 
 @pytest.mark.parametrize("moved", [0, 1, 2])
