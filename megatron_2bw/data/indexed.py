@@ -1,8 +1,10 @@
-"""Reads the index of Megatron's indexed datasets, without their tokens."""
+"""Reads the index of Megatron's indexed datasets, and of their tokens what a check needs."""
 
 from __future__ import annotations
 
 import struct
+
+import numpy
 
 _INDEX = struct.Struct("<9sQBQQ")  # magic, version, code of the token type, sequences, documents and the end
 
@@ -22,3 +24,13 @@ def has_prompts(prefix: str) -> bool:
     """Whether a dataset is of --task sft, whose first token is negative (conversations.py)."""
     with open(prefix + ".bin", "rb") as file:
         return _header(prefix)[0] == 4 and file.read(4)[3:] >= b"\x80"  # int32, little-endian
+
+
+def has_target(prefix: str, length: int) -> bool:
+    """Whether a conversation of --task sft has a target among its first `length` tokens. One that is whole has."""
+    _, sequences, _ = _header(prefix)
+    sizes = numpy.fromfile(prefix + ".idx", "<i4", sequences, offset=_INDEX.size)
+    if sizes.min() <= length:
+        return True
+    tokens, ends = numpy.memmap(prefix + ".bin", "<i4", "r"), sizes.cumsum(dtype=int)
+    return any((tokens[start : start + length] >= 0).any() for start in ends - sizes)

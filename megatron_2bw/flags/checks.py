@@ -60,6 +60,8 @@ def data(args: Args) -> str | None:
         if conversations != args.sft_data:
             remedy = "conversations: train a GPT with --sft-data" if conversations else "text: leave --sft-data out"
             return f"{flag} {prefix}: it holds {remedy}"
+        if args.sft_data and args.seq_length and not indexed.has_target(prefix, args.seq_length + 1):
+            return f"--seq-length {args.seq_length}: all targets of {flag} {prefix} are behind it: give a longer one"
         edges = [round(sum(shares[:k]) / sum(shares) * number) for k in range(len(shares) + 1)]
         if flag == "--data-path" and any(share and a == b for share, a, b in zip(shares, edges, edges[1:])):
             return f"--split {split}: a share has none of the {number} documents of --data-path: give it 0 or more"

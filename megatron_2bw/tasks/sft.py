@@ -15,7 +15,10 @@ import torch
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.utils import Split
 from megatron.training import print_rank_0
+
+from megatron_2bw.errors import UserError
 
 
 class SFTDataset(MegatronDataset):
@@ -29,13 +32,18 @@ class SFTDataset(MegatronDataset):
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         self._begun: list[numpy.ndarray] = []  # what `_begins` has found
         self._epoch, self._order = -1, numpy.zeros(0, int)
-        cut = int((dataset.sequence_lengths[indices] > config.sequence_length + 1).sum())
-        if cut:
-            share = f"{cut:,} of {len(indices):,} conversations for {index_split.name}"
-            print_rank_0(f"> --seq-length {config.sequence_length} cuts {share} of {dataset_path}")
+        length = config.sequence_length + 1
+        cut = indices[dataset.sequence_lengths[indices] > length]
+        lost = sum(not (dataset.get(number, length=length) >= 0).any() for number in cut)
+        if len(cut):
+            share = f"{len(cut):,} of {len(indices):,} conversations for {index_split.name} of {dataset_path}"
+            line = f"--seq-length {config.sequence_length} cuts {share}; {lost:,} have no target left"
+            if lost == len(indices) and index_split == Split.train:
+                raise UserError(f"{line}: give a longer one")
+            print_rank_0(f"> {line}")
 
     def __len__(self) -> int:
-        return len(self._begins(0)) if self.num_samples is None else self.num_samples
+        return self.num_samples or len(self._begins(0))
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         """Tokens, labels, loss mask and positions, each [sequence]; the attention mask, where one is made, is
