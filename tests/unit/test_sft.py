@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from megatron_2bw import cpu
 from megatron_2bw.data import indexed
+from megatron_2bw.errors import UserError
 from tests.distributed.training import command
 from tests.unit.command_lines import complaint, dataset
 from tests.unit.test_preprocess import call, files_of
@@ -32,6 +33,12 @@ FORGETS = (  # as Qwen3: what it thought is shown in the last answer only
     "{% for m in messages %}" + HEADER + "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
     "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+CALLS = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}" + HEADER + "{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PARTS = "{% for m in messages %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}"
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 CHAT = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2 é"}]
 LONGER = [{"role": "system", "content": "Sum."}, *CHAT, {"role": "user", "content": "So"}]
@@ -62,6 +69,7 @@ def tokenizer(folder: Path, template: str | None) -> Path:
 
 
 def prepare(folder: Path, capsys, template, *lines, flags=()) -> tuple[int, str, str]:
+    folder.mkdir(exist_ok=True)
     data = folder / "chats.jsonl"
     data.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     words = ["--task", "sft", "--input", data, "--output-prefix", folder / "out"]
@@ -105,9 +113,55 @@ def test_the_templates_own_marks_come_first(tmp_path, capsys):
     assert shown(tmp_path) == [f"{FIRST}{TURN}⟦2 é<|im_end|>⟧\n{NEXT}⟦  OK<|im_end|>⟧\n{LAST}"]
 
 
+@pytest.mark.parametrize("mask", [{"weight": 0}, {"loss_mask": 0}, {"loss": False}, {"train": False}], ids=str)
+def test_a_masked_message_is_no_target(tmp_path, capsys, mask):
+    """Whatever the template marks; another message's 1 is the default, and an unknown key changes nothing."""
+    chat = [
+        *LONGER[:2],
+        {**LONGER[2], **mask, "id": 7},
+        LONGER[3],
+        {**LONGEST[4], **dict.fromkeys(mask, 1)},
+        LONGEST[5],
+    ]
+    for template, end in ((CHATML, "<|im_end|>\n⟧"), (MARKED, "<|im_end|>⟧\n")):
+        status, _, err = prepare(tmp_path / end[-1], capsys, template, {"messages": chat})
+        assert status == 0, err
+        assert shown(tmp_path / end[-1]) == [f"{FIRST}{TURN}2 é<|im_end|>\n{NEXT}⟦  OK{end}{LAST}"]
+
+
+def test_system_prompts_and_content_in_parts(tmp_path, capsys):
+    parts = [{"role": "user", "content": [{"type": "text", "text": text} for text in ("1+", "1?")]}, CHAT[1]]
+    sharegpt = [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2 é"}]
+    system = {"system": "Sum."}
+    lines = [{"messages": parts, **system}, {"conversations": sharegpt, **system}, {"messages": LONGER[:3], **system}]
+    status, _, err = prepare(tmp_path, capsys, CHATML, *lines)
+    assert status == 0 and shown(tmp_path) == [f"{FIRST}{TURN}⟦2 é<|im_end|>\n⟧"] * 3, err
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "2"}]}
+    status, _, err = prepare(tmp_path / "parts", capsys, PARTS, {"messages": [parts[0], answer]})
+    assert status == 0 and shown(tmp_path / "parts") == ["[1+][1?]⟦[2]⟧"], err
+
+
+def test_calls_of_functions(tmp_path, capsys):
+    """The forms of OpenAI, now and before, and of LLaMA-Factory; the arguments are JSON in JSON."""
+    call, tool = {"name": "add", "arguments": '{"a": 1}'}, {"name": "add", "parameters": {}}
+    wrapped, parsed = {"type": "function", "function": tool}, {**call, "arguments": {"a": 1}}
+    said = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": call}]}
+    now = [CHAT[0], said, {"role": "tool", "tool_call_id": "c", "content": "2"}, CHAT[1]]
+    before = [CHAT[0], {"role": "assistant", "function_call": call}, {"role": "function", "content": "2"}, CHAT[1]]
+    values = {"human": "1+1?", "function_call": json.dumps(parsed), "observation": "2", "gpt": "2 é"}
+    sharegpt = [{"from": role, "value": value} for role, value in values.items()]
+    lines = [{"messages": now, "tools": [wrapped]}, {"messages": before, "functions": [tool]}]
+    lines += [{"conversations": sharegpt, "tools": json.dumps([tool])}]
+    status, _, err = prepare(tmp_path, capsys, CALLS, *lines)
+    answer = "<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n⟦2 é<|im_end|>\n⟧"
+    expected = f"{json.dumps(wrapped)}{TURN}⟦{json.dumps(parsed)}<|im_end|>\n⟧{answer}"
+    assert status == 0 and shown(tmp_path) == [expected] * 3, err
+
+
 def test_plain_forms(tmp_path, capsys):
     alpaca = {"instruction": "Add.", "input": "1 1", "output": "2"}
-    lines = [{"prompt": "1+1=", "completion": " 2"}, alpaca, {**alpaca, "input": ""}]
+    more = {**alpaca, "input": "", "system": "Sum.", "history": [["Say 1.", "1"]]}
+    lines = [{"prompt": "1+1=", "completion": " 2"}, alpaca, {**alpaca, "input": ""}, more]
     status, _, err = prepare(tmp_path, capsys, None, *lines)
     assert status == 0, err
     task = "Below is an instruction that describes a task"
@@ -117,6 +171,8 @@ def test_plain_forms(tmp_path, capsys):
         "<s>1+1=⟦ 2</s>⟧",
         f"<s>{task}{paired}{words}### Input:\n1 1\n\n### Response:\n⟦2</s>⟧",
         f"<s>{task}{words}### Response:\n⟦2</s>⟧",
+        "<s>Sum.\n\n### Instruction:\nSay 1.\n\n### Response:\n⟦1</s>⟧"
+        "\n\n### Instruction:\nAdd.\n\n### Response:\n⟦2</s>⟧",
     ]
 
 
@@ -130,10 +186,30 @@ def test_a_template_that_rewrites_earlier_turns(tmp_path, capsys):
 
 
 WRONG = [
-    ("{", "Expecting"),
+    ("{", "it is no JSON, Expecting"),
+    ("[1]", "it is list, not an object"),
     ({"text": "a"}, "it has the keys text: give messages, conversations, prompt and completion, or"),
     ({"prompt": "a </s>", "completion": "b"}, "a text spells out the special token </s>"),
     ({"messages": CHAT[:1]}, "no text of the assistant"),
+    ({"messages": [{**CHAT[1], "weight": 0}]}, "no text of the assistant"),
+    ({"messages": [{**CHAT[1], "weight": 0.5}]}, "messages[0].weight is 0.5: give 0 "),
+    ({"messages": ["a"]}, "messages[0] is str: give role and content, or from and value"),
+    ({"messages": [{"content": "a"}]}, "messages[0] has the keys content: give role and content, or from"),
+    ({"messages": [{"role": "assistant"}]}, "messages[0] has NoneType as its content"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}, "messages[0]: a call of a function must"),
+    ({"messages": [*CHAT, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}]}, "the call of f"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}, CHAT[1]]},
+        "messages[0].content has a part of the ",
+    ),
+    ({"messages": CHAT, "tools": [{"name": "f"}]}, "the chat template does not show tools"),
+    ({"messages": LONGER[:3], "system": "S"}, "system and messages[0] are different system prompts"),
+    ({"conversations": [{"from": "bot", "value": "a"}]}, "conversations[0].from is bot: give human, gpt, "),
+    ({"prompt": "a", "completion": "b", "system": "S"}, "system has no effect on this form"),
+    ({"instruction": "a", "output": "b", "history": ["q"]}, "history must be a list of pairs"),
+    ({"instruction": "a", "output": 2}, "output is int, not a string"),
+    ({"messages": [{"role": "user", "content": "\ud800"}, CHAT[1]]}, "surrogates not allowed"),
+    ({"prompt": "\ud800", "completion": "b"}, "surrogates not allowed"),
 ]
 
 
@@ -142,7 +218,7 @@ def test_a_bad_line_is_named_or_left_out(tmp_path, capsys, line, reason):
     good = {"prompt": "1+1=", "completion": "2"}
     status, out, err = prepare(tmp_path, capsys, CHATML, good, "", line, good)
     last = err.splitlines()[-1]
-    assert status == 2 and not out and "row 3 of the input, " in last and reason in last
+    assert status == 2 and not out and "chats.jsonl, row 3, " in last and reason in last
     status, _, err = prepare(tmp_path, capsys, CHATML, good, line, good, flags=["--skip-bad-documents"])
     assert status == 0 and "1 bad documents left out" in err and shown(tmp_path) == ["<s>1+1=⟦2</s>⟧"] * 2
 
@@ -188,10 +264,10 @@ def samples(tmp_path, monkeypatch):
 
     monkeypatch.setattr(SFTDataset, "_key_config_attributes", staticmethod(list))
 
-    def make(length=5, seed=7, count=None, split=Split.train, mask=True, packed=False):
+    def make(length=5, seed=7, count=None, split=Split.train, mask=True, packed=False, prompts=PROMPTS):
         config = SimpleNamespace(sequence_length=length, random_seed=seed, create_attention_mask=mask, tokenizer=None)
         config.allow_ambiguous_pad_tokens = False
-        data = IndexedDataset(str(stored(tmp_path / "data", PROMPTS)))
+        data = IndexedDataset(str(stored(tmp_path / "data", prompts)))
         kind = PackedSFTDataset if packed else SFTDataset
         return kind(data, "data", numpy.arange(len(PROMPTS)), count, split, config)
 
@@ -211,12 +287,15 @@ BY_HAND = [  # of 5 tokens, with the next token as the label
 
 def test_a_sample_is_a_conversation(samples, capsys):
     data = samples()
-    assert len(data) == 3
+    assert len(data) == len(samples(count=0)) == 3
     assert sorted(map(fields, [data[i] for i in range(3)])) == sorted(BY_HAND)
     sample = data[0]
     assert sample["position_ids"].tolist() == [0, 1, 2, 3, 4] and sample["tokens"].dtype == torch.int64
     assert torch.equal(sample["attention_mask"], torch.ones(5, 5).tril()[None] < 0.5)
-    assert "cuts 1 of 3 conversations for train" in capsys.readouterr().out
+    assert "cuts 1 of 3 conversations for train of data; 1 have no target left" in capsys.readouterr().out
+    for packed in (False, True):
+        with pytest.raises(UserError, match="cuts 3 of 3 .* 3 have no target left: give a longer one"):
+            samples(1, prompts=[[-6, -7, 7], [-2, -9, 5], [-3, -4, 9]], packed=packed)
     whole = samples(6, mask=False)
     assert ([2, 3, 4, 5, 6, 7], [3, 4, 5, 6, 7, 9], [0, 0, 0, 0, 0, 1]) in [fields(whole[i]) for i in range(3)]
     assert "attention_mask" not in whole[0] and not whole[None]["loss_mask"].any()
@@ -262,6 +341,9 @@ def trained_on(prefix: Path, *flags: str) -> str | None:
 def test_data_and_flag_go_together(tmp_path):
     chats, text = stored(tmp_path / "chats", PROMPTS), dataset(tmp_path / "text")
     assert trained_on(chats, "--sft-data") is None is trained_on(text)
+    late = stored(tmp_path / "late", [[-1] * 17 + [5]] * 2)
+    assert trained_on(late, "--sft-data").startswith("--seq-length 16: all targets of --data-path ")
+    assert trained_on(stored(tmp_path / "last", [[-1] * 17 + [5], [-1] * 16 + [5, 6]]), "--sft-data") is None
     assert trained_on(chats).startswith(f"--data-path {chats}: it holds ")
     assert trained_on(text, "--sft-data").startswith(f"--data-path {text}: it holds ")
     assert trained_on(text, "--sft").endswith("use --sft-data --sft-packed")
