@@ -16,9 +16,12 @@ import psutil
 PR_SET_PDEATHSIG = 1  # from Linux' prctl.h
 
 
-def end_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends; here, if the parent has ended already."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Let the kernel send this process a signal when the thread that started it ends.
+
+    A child of `multiprocessing` whose parent has ended already is killed here.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
         os.kill(os.getpid(), signal.SIGKILL)

@@ -96,7 +96,7 @@ on_signal() {
 }
 
 signal_ranks() { # the steps, not this shell. If that fails, Slurm still signals them when the job's time is over
-    three_times scancel --signal=TERM "$SLURM_JOB_ID" ||
+    three_times scancel --signal="$exit_signal" "$SLURM_JOB_ID" ||
         echo "$SLURM_JOB_NAME: scancel cannot tell the ranks to save" >&2
 }
 
@@ -165,15 +165,18 @@ check_allocation() {
 
 check_flags() {
     local word before="" tensor=1 context=1
+    exit_signal=TERM # after which the ranks save
     for word in "$@"; do
         [[ ! $word =~ ^--(save|load)(=|$) ]] || fail "${word%%=*}: give CHECKPOINTS=folder, which a restarted job loads"
         case $before in
             --tensor-model-parallel-size) tensor=$word ;;
             --context-parallel-size) context=$word ;;
+            --exit-signal) exit_signal=$word ;;
         esac
         case $word in
             --tensor-model-parallel-size=*) tensor=${word#*=} ;;
             --context-parallel-size=*) context=${word#*=} ;;
+            --exit-signal=*) exit_signal=${word#*=} ;;
         esac
         before=$word
     done
@@ -198,7 +201,7 @@ run_job() {
     mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     before=$(saved_iteration)
     signalled="" step="" interrupted="" unsent=""
-    trap on_signal TERM
+    trap on_signal TERM USR1 USR2
     status start || exit 1
     if [[ -z $signalled ]]; then # --cpu-bind: torchrun's ranks may use all of the node's cores, not only the first
         srun --kill-on-bad-exit=1 --cpu-bind=none --output="$LOGS/start-$START-node-%n-%N.log" "${srun_args[@]}" \
@@ -219,7 +222,7 @@ run_job() {
 }
 
 finish() { # finish EXIT_STATUS SAVED_BEFORE: decide what happened, and exit or start again
-    trap '' TERM # a requeue ends this shell
+    trap '' TERM USR1 USR2 # a requeue ends this shell
     local verdict
     # shellcheck disable=SC2086  # no word if there was no signal
     verdict=$(status end --exit-status "$1" $signalled) || true # it has reported why, such as a full quota

@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
 # One node's part of a job, in its container if it has one: node.sh PYTHON SECONDS WORDS... runs torchrun with the
 # words; a rank has the seconds to save after a signal.
-# After a SIGTERM of Slurm its status is 0: torchrun then ends with status 1 also after a save, and srun would kill the
+# After a signal of Slurm its status is 0: torchrun then ends with status 1 also after a save, and srun would kill the
 # nodes that are still saving.
 python=$1 shutdown=(--shutdown-timeout "$2") signalled="" interrupted=1
 shift 2
-trap 'signalled=1 interrupted=1; echo "node.sh: Slurm has sent SIGTERM"' TERM
+export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2 # torchrun sends them on to the ranks
+for name in TERM USR1 USR2; do
+    # shellcheck disable=SC2064  # the name of now
+    trap "signalled=1 interrupted=1; echo 'node.sh: Slurm has sent SIG$name'" "$name"
+done
 
 if ! "$python" - 2>/dev/null <<'EOF'; then # only newer versions of torchrun can give ranks longer than their 30 s
 import importlib.util, pathlib

@@ -34,7 +34,7 @@ TAIL = 2**20  # bytes at the end of a log that are searched
 KILLED = 128 + 9  # exit status after SIGKILL, which the kernel sends when memory is short
 
 LEFT = re.compile(r"exiting program after receiving SIG")  # Megatron, saved
-SIGNALLED = re.compile(r"node\.sh: Slurm has sent SIGTERM")
+SIGNALLED = re.compile(r"node\.sh: Slurm has sent SIG")
 MEMORY = re.compile(
     r"out of memory|oom[-_ ]kill|cannot allocate memory|can't allocate memory|Signal 9 \(SIGKILL\)|exitcode *: -9\b",
     re.IGNORECASE,

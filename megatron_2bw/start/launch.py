@@ -15,6 +15,7 @@ import sys
 
 from megatron_2bw.errors import UserError
 from megatron_2bw.flags import early, parse
+from megatron_2bw.processes import end_with_parent
 from megatron_2bw.start import exits, screen
 from megatron_2bw.start.exits import stop
 from megatron_2bw.start.torchrun import shared_store
@@ -27,6 +28,9 @@ def launch(task: str) -> None:
     The module, as `gpt.py`, defines `model_config(args)` or `model_provider`, `datasets_provider` and `forward_step`.
     """
     name = task.rpartition(".")[2]
+    started_by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # a shell that has started this rank may end before it
+    if started_by_torchrun:
+        end_with_parent()
     try:
         sys.argv[1:] = expand_files(sys.argv[1:])
         line = early.mistake(sys.argv[1:], name, int(os.environ.get("WORLD_SIZE", "1"))) or shared_store()
@@ -65,6 +69,8 @@ def launch(task: str) -> None:
             print(f"> output: {output} has all that this rank prints (--verbose shows it)")
         if args.exit_signal_handler:
             atexit.register(_end_loader_workers)
+            if started_by_torchrun:
+                end_with_parent(args.exit_signal)  # this rank saves then
         try:
             provider = getattr(module, "model_provider", None)  # of a task without a configuration
             pretrain(config, module.datasets_provider, ModelType.encoder_or_decoder, module.forward_step, provider)

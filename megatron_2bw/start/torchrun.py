@@ -15,6 +15,7 @@ from megatron_2bw.errors import report
 
 ROOT = Path(__file__).resolve().parents[2]  # of the clone, with the entry scripts; of a wheel too
 
+SIGNALS = "SIGTERM SIGINT SIGHUP SIGQUIT SIGUSR1 SIGUSR2".split()  # that the launcher sends on to its ranks
 OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # of torch: with --rdzv-backend c10d
 
 # What runs on any host: without Transformer Engine and Apex.
@@ -38,18 +39,18 @@ def torchrun(ranks: int, task: str = "gpt", *options: str, script: str | Path | 
 def run_ranks(prog: str, command: Sequence[str]) -> int:
     """Run the ranks of a command of `torchrun` in this process and wait; without torchrun's own report.
 
-    The status of the first rank that failed; 128 and its number after a signal. SIGTERM reaches all ranks.
+    The status of the first rank that failed; 128 and its number after a signal. SIGNALS reach all ranks.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    # The ranks get ten minutes for a save after SIGTERM; torchrun's default is half a minute.
+    # The ranks get ten minutes for a save after a signal; torchrun's default is half a minute.
     os.environ.update({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"} | environment())
     logging.disable(logging.ERROR)  # torchrun's agent repeats what the ranks have reported
     options = parse_args(command[3:])
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # of nohup
-        options.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
+    ignored = "SIGHUP" if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ""  # by nohup
+    options.signals_to_handle = ",".join(name for name in SIGNALS if name != ignored)
     try:
         run(options)
     except ChildFailedError as error:

@@ -69,16 +69,20 @@ def test_an_empty_share_is_not_evaluated(data, split, shown):
     assert output.count(f"> --split {split}: no data for validation, so it is skipped") == (shown == 0)
 
 
-def test_a_signal_to_one_rank_saves_and_ends_the_run_everywhere(tmp_path):
+@pytest.mark.parametrize(
+    ("to_launcher", "number"), [(False, signal.SIGTERM), (True, signal.SIGUSR1)], ids=["to a rank", "kills torchrun"]
+)
+def test_a_signal_saves_and_ends_the_run_everywhere(to_launcher, number, tmp_path):
     """--exit-signal-handler, asked for in the background: all iterations are logged, the last one is saved.
 
-    With loader processes, as by default, which have inherited Megatron's handler, and with a process that writes the
-    checkpoint: they must not outlive the run.
+    SIGUSR1 kills torchrun, and its store of addresses with it. With loader processes, as by default, which have
+    inherited Megatron's handler, and with a process that writes the checkpoint: they must not outlive the run.
     """
     asynchronous = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
     saves = dict(save=tmp_path / "model", save_interval=100_000)
     options = dict(train_iters=100_000, split="100,0,0", num_workers=2)
-    flags = command(2, 2, "2bw", "--exit-signal-handler", *asynchronous, **options, **saves)
+    exits = ("--exit-signal-handler", "--exit-signal", number.name)
+    flags = command(2, 2, "2bw", *exits, *asynchronous, **options, **saves)
     process = start(2, "pretrain_gpt_2bw.py", flags)
     seen = ""
     try:
@@ -88,12 +92,14 @@ def test_a_signal_to_one_rank_saves_and_ends_the_run_everywhere(tmp_path):
                 break
         ranks = [child for child in psutil.Process(process.pid).children() if "pretrain_gpt_2bw.py" in child.cmdline()]
         (first,) = [child for child in ranks if child.environ()["RANK"] == "0"]
-        first.send_signal(signal.SIGTERM)
+        started = psutil.Process(process.pid).children(recursive=True)
+        (process if to_launcher else first).send_signal(number)
         seen += process.stdout.read()  # what was read ahead, too: communicate() would lose it
     finally:
         run = end(process)
+    assert not psutil.wait_procs(started, 60)[1]
     output = seen + run.stdout
-    assert run.returncode == 0, output[-2000:] + run.stderr[-4000:]
+    assert run.returncode == (-number if to_launcher else 0), output[-2000:] + run.stderr[-4000:]
     assert "exiting program after receiving SIGTERM" in output
     logged = [line.iteration for line in run_log.training(output)]
     saved = int((tmp_path / "model" / "latest_checkpointed_iteration.txt").read_text())

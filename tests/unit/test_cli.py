@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -220,12 +221,13 @@ def test_the_first_failure_ends_the_other_ranks(fault, status, line, tmp_path):
     assert (parent.communicate(timeout=200)[1], parent.returncode) == (line, status)
 
 
-def test_sigterm_reaches_the_ranks(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_reaches_the_ranks(number, tmp_path):
     """They end as after a save."""
-    text = "signal.signal(signal.SIGTERM, lambda *_: (open('saved' + rank, 'w'), sys.exit()))\n"
+    text = f"signal.signal({number}, lambda *_: (open('saved' + rank, 'w'), sys.exit()))\n"
     parent = ranks(tmp_path, f"{text}open('begun' + rank, 'w')\ntime.sleep(600)", 2)
     while len(list(tmp_path.glob("begun*"))) < 2:
         time.sleep(0.05)
-    parent.terminate()
-    assert parent.communicate(timeout=200)[1] == "" and parent.returncode == 143
+    parent.send_signal(number)
+    assert parent.communicate(timeout=200)[1] == "" and parent.returncode == 128 + number
     assert len(list(tmp_path.glob("saved*"))) == 2

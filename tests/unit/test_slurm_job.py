@@ -296,9 +296,11 @@ def test_two_jobs_do_not_save_to_one_folder(tmp_path):
 def test_a_signal_to_the_batch_shell(job, words, requeued, tmp_path):
     """The file is right at once, if the kill comes next."""
     save_it = "mkdir -p checkpoints/gpt-355m; echo 5 > checkpoints/gpt-355m/latest_checkpointed_iteration.txt"
-    done = batch(tmp_path, srun=f"{save_it}; kill -TERM $PPID; sleep 1", job=job)
+    stubs = dict(srun=f"{save_it}; kill -USR1 $PPID; sleep 1", scancel='echo "scancel $*" >> called')
+    done = batch(tmp_path, "--exit-signal", "SIGUSR1", job=job, **stubs)
     assert [entry["status"] for entry in content(tmp_path)["history"]] == ["running", *words], done.stderr
     assert ("scontrol requeue 7" in (tmp_path / "called").read_text()) == requeued
+    assert ("scancel --signal=SIGUSR1 7" in (tmp_path / "called").read_text()) == (words == ["pending"])
     assert done.returncode == (0 if requeued else 1)
 
 
@@ -326,7 +328,8 @@ def test_a_container_and_a_preamble(tmp_path):
 
 
 def test_one_node_of_a_job_ends_with_its_commands_status_and_with_0_after_a_signal(tmp_path):
-    for script, expected in (("exit 3", 3), ("exit 0", 0), ("kill -TERM $PPID; sleep 0.2; exit 1", 0)):
+    signalled = "[[ $PET_SIGNALS_TO_HANDLE == *,SIGUSR1,* ]] && kill -USR1 $PPID; sleep 0.2; exit 1"
+    for script, expected in (("exit 3", 3), ("exit 0", 0), (signalled, 0)):
         torchrun = python(tmp_path, f"[[ $1 == - ]] && exit; {script}")
         done = subprocess.run([SCRIPTS / "node.sh", torchrun, "9", "word"], check=False, timeout=20)
         assert done.returncode == expected
