@@ -129,6 +129,7 @@ class Checkpoints:
         result = load(*args, **kwargs)
         if (state := result[0]) is not None:
             list_groups(state.get("optimizer"))
+            state.setdefault("model", {})  # of a stage without adapters nothing is saved
             self._saved = dict(state.pop(KEY, None) or {})
             self._tensors = {name: self._saved.pop(name, None) or {} for name in COPIES}
         return result
@@ -182,8 +183,7 @@ class Checkpoints:
         return iteration, operations
 
     def _wants(self, name: str) -> bool:
-        """Whether the run resumes from the checkpoint's copy of this name."""
-        # Without an optimizer (--skip-train) there is nothing to resume.
+        """Whether the run resumes from the checkpoint's copy of this name. It needs an optimizer (no --skip-train)."""
         wanted = self._runtime.schedule.late_step and self._runtime.trainable and not get_args().finetune
         if name == "working":
             wanted = wanted and self._runtime.options.correction is not None

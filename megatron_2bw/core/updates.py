@@ -98,8 +98,7 @@ class LateUpdate:
     def __init__(self, stores: WeightStores, worker: Worker, step: Callable[[list[Tensor | None], list[Tensor]], bool]):
         self.stores, self.worker, self._step = stores, worker, step
         self.pending: PendingStep | None = None
-        device = stores.params[0].device
-        self.stream: torch.cuda.Stream | None = own_stream(device) if device.type == "cuda" else None
+        self.stream: torch.cuda.Stream | None = own_stream(worker.device) if worker.device.type == "cuda" else None
 
     def bind(self, action: Action) -> None:
         self.stores.bind(action.version)

@@ -30,7 +30,7 @@ class Write:
 class WeightStores:
     """`slots` versions of the trainable parameters of a stage (2 for 2BW: double buffering, paper section 3.1).
 
-    params   the trainable parameters of the stage, of any dtypes; each appears once
+    params   the trainable parameters of the stage, of any dtypes; each appears once. A frozen stage has none
     slots    versions held at most
     buffers  Megatron's contiguous parameter buffers, if it has some (distributed optimizer): they are slot 0, and the
              other slots have their layout, so that shards can be gathered into a store
@@ -39,13 +39,13 @@ class WeightStores:
     padded to ALIGNMENT elements.
     """
 
-    def __init__(self, params: Iterable[torch.nn.Parameter], slots: int, buffers: Sequence[Any] = ()):
+    def __init__(self, params: Iterable[torch.nn.Parameter], slots: int, buffers: Sequence[Any] | None = None):
         self.params = list(params)
         self.slots = slots
         self.buffer_data: list[list[torch.Tensor]] = []  # by slot, then by buffer
         self._slot_of: dict[int, int] = {0: 0}  # version -> slot; two versions share one after a skipped step
         self._bound: int | None = None  # the slot that the parameters point to
-        if buffers:
+        if buffers is not None:
             self.buffer_data = [[buffer.param_data for buffer in buffers]]
             self.buffer_data += [[torch.zeros_like(data) for data in self.buffer_data[0]] for _ in range(1, slots)]
             self._views = [self._views_of(buffers, data) for data in self.buffer_data]
@@ -69,8 +69,7 @@ class WeightStores:
         for param in self.params:
             starts.append(sizes.get(param.dtype, 0))
             sizes[param.dtype] = starts[-1] + -(-param.numel() // ALIGNMENT) * ALIGNMENT
-        device = self.params[0].device
-        flats = {dtype: torch.empty(numel, dtype=dtype, device=device) for dtype, numel in sizes.items()}
+        flats = {dtype: torch.empty(numel, dtype=dtype, device=self.params[0].device) for dtype, numel in sizes.items()}
         views = []
         for param, start in zip(self.params, starts):
             views.append(flats[param.dtype][start : start + param.numel()].view(param.shape))

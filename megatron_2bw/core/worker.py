@@ -26,7 +26,7 @@ class Worker:
         device: torch.device,
         context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ):
-        self._device, self._context = device, context
+        self.device, self._context = device, context
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         threading.Thread(target=self._serve, daemon=True, name=name).start()
 
@@ -37,8 +37,8 @@ class Worker:
         return future
 
     def _serve(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # a new thread starts on the first GPU
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a new thread starts on the first GPU
         with self._context():
             while True:
                 job, future = self._jobs.get()

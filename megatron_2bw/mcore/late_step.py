@@ -153,7 +153,8 @@ class LateStep(LateUpdate):
         complete      called in the training thread with each result
         save_pending  whether this rank has written its part of the checkpoint; None, on all ranks, if none is saved
         """
-        device, parts = stores.params[0].device, list(getattr(optimizer, "chained_optimizers", [optimizer]))
+        device = next(call.model.parameters()).device
+        parts = list(getattr(optimizer, "chained_optimizers", [optimizer]))
         super().__init__(stores, Worker("2bw step", device, cpu.answering), step=lambda gradients, target: False)
         self._optimizer, self._parts = optimizer, parts
         self.use_shape(shape, call)
@@ -299,8 +300,7 @@ class LateStep(LateUpdate):
             after = float(scale), get_canonical_lr_for_logging(self._optimizer.param_groups)
             reports = tuple(StageStats(*stage) for stage in stages)
             known = *after, reports, exit_requested, save_complete, job.routers
-            outcome = StepResult(job.batch, bool(stepped), norm, zeros, *known)
-        return job, outcome, scale
+            return job, StepResult(job.batch, bool(stepped), norm, zeros, *known), scale
 
     def _megatron_step(self, job: Job, views: list[torch.Tensor]) -> tuple[bool, Any, Any]:
         """Megatron's step, into the job's weight store, whose parameters are `views`."""

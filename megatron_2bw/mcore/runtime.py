@@ -209,7 +209,7 @@ class MegatronRuntime:
         torch names process groups by a counter, so every rank makes them in this order: connections, late step, log.
         """
         ranks, index = torch.distributed.get_process_group_ranks(call.groups.pp), call.groups.pp.rank()
-        device, options = self.trainable[0].device, self.options
+        device, options = next(call.model.parameters()).device, self.options
         shape = Shape(len(ranks), call.num_microbatches, first, end)
         ahead = [self.schedule.ahead(shape, stage) for stage in range(shape.stages)]
         lanes = [max(upper - lower, 1) for upper, lower in itertools.pairwise(ahead)]
@@ -248,7 +248,7 @@ class MegatronRuntime:
         return InPlaceUpdate(step, reduce) if self.stores is None else StashedUpdate(self.stores, step, reduce)
 
     def _make_stores(self, call: Call, shape: Shape, index: int) -> None:
-        buffers = all_buffers(call.model) if call.model.ddp_config.use_distributed_optimizer else ()
+        buffers = all_buffers(call.model) if call.model.ddp_config.use_distributed_optimizer else None
         self.stores = WeightStores(self.trainable, self.schedule.max_versions(shape, index), buffers)
         shadow = self._resume.shadow if self.schedule.late_step else {}
         self.stores.start(shape.first, [shadow[param] for param in self.trainable] if shadow else None)

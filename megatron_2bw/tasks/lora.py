@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from megatron.training import get_args, print_rank_0, training
 
+from megatron_2bw.errors import UserError
 from megatron_2bw.flags.own import ADAPTER
 
 
@@ -68,14 +69,10 @@ class Adapter(torch.nn.Module):
         """As Megatron's modules have it."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         groups = parallel_state.get_tensor_model_parallel_group(), metadata["dp_cp_group"]
-        found = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"b": 0} if self.columns else {"a": 1},
-            sharded_offsets,
-            tp_group=groups[0],
-            dp_cp_group=groups[1],
-        )
+        own = self.state_dict(prefix="", keep_vars=True)
+        split = {"b": 0} if self.columns else {"a": 1}
+        places = dict(tp_group=groups[0], dp_cp_group=groups[1])
+        found = make_sharded_tensors_for_checkpoint(own, prefix, split, sharded_offsets, **places)
         if self.gated:  # its rows are those of two matrices
             singleton = metadata.get("singleton_local_shards", False)
             found[f"{prefix}b"] = apply_swiglu_sharded_factory(found[f"{prefix}b"], sharded_offsets, singleton, *groups)
@@ -116,6 +113,10 @@ def adapt(model: torch.nn.Module, args: argparse.Namespace) -> None:
     model.state_dict_for_save_checkpoint = lambda *given, **named: _adapters(whole(*given, **named))
     model.load_state_dict = lambda state, strict=True: load(state, strict=False)
     trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    if not trained and args.save and (model.pre_process or args.use_distributed_optimizer):
+        raise UserError(
+            "--lora-targets: Megatron cannot save a stage without adapters: add a target that each stage has"
+        )
     print_rank_0(f"> --lora-rank {args.lora_rank}: trains {trained:,} parameters beside {frozen:,}, on the first rank")
 
 

@@ -326,7 +326,8 @@ class _Reference:
 
     def _clip(self) -> None:
         """Clip by the global norm; with PipeDream, each stage by its own."""
-        stages = [names for names in self.rule.norm_order or [list(self.main)] if self.main[names[0]].grad is not None]
+        order = self.rule.norm_order or [list(self.main)]
+        stages = [names for names in order if names and self.main[names[0]].grad is not None]
         squares = [self._squared_norm(names) for names in stages]
         if self.rule.per_stage:
             for names, square in zip(stages, squares):
