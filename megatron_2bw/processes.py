@@ -17,10 +17,7 @@ PR_SET_PDEATHSIG = 1  # from Linux' prctl.h
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Let the kernel send this process a signal when the thread that started it ends.
-
-    A child of `multiprocessing` whose parent has ended already is killed here.
-    """
+    """Let the kernel signal this process when the thread that started it ends; kill it if the parent has ended."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():

@@ -28,15 +28,12 @@ DEFAULTS = "--split 100,0,0 --eval-iters 0 --log-interval 10 --save-interval 500
 def main(argv: Sequence[str], prog: str) -> int:
     """megatron-2bw finetune RUN.yaml [flags]. Its status is that of the first step that failed."""
     parser = Parser(prog=prog, description=f"Finetunes by one file. Example: {EXAMPLE}", allow_abbrev=False)
-    meaning = (
-        "model (a folder of save_pretrained), data (JSON lines), output (a folder), epochs, and flags of train gpt"
-    )
+    meaning = "model (a folder of save_pretrained), data (JSON lines), output (a folder), epochs, flags of train gpt"
     parser.add_argument("file", type=Path, metavar="RUN.yaml", help=meaning)
     known, typed = parser.parse_known_args(argv)
     content = read_yaml(known.file)
-    content = (
-        {str(name).replace("_", "-"): value for name, value in content.items()} if isinstance(content, dict) else {}
-    )
+    content = content if isinstance(content, dict) else {}
+    content = {str(name).replace("_", "-"): value for name, value in content.items()}
     if missing := [name for name in OWN[:3] if not content.get(name)]:
         raise UserError(f"{known.file}: {missing[0]} is missing: give the lines of, for example, {EXAMPLE}")
     model, data, output = (Path(content[name]) for name in OWN[:3])

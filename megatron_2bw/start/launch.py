@@ -28,16 +28,14 @@ def launch(task: str) -> None:
     The module, as `gpt.py`, defines `model_config(args)` or `model_provider`, `datasets_provider` and `forward_step`.
     """
     name = task.rpartition(".")[2]
-    started_by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # a shell that has started this rank may end before it
-    if started_by_torchrun:
+    if under_torchrun := "TORCHELASTIC_RUN_ID" in os.environ:  # a shell that has started this rank may end before it
         end_with_parent()
     try:
         sys.argv[1:] = expand_files(sys.argv[1:])
-        line = early.mistake(sys.argv[1:], name, int(os.environ.get("WORLD_SIZE", "1"))) or shared_store()
+        if line := early.mistake(sys.argv[1:], name, int(os.environ.get("WORLD_SIZE", "1"))) or shared_store():
+            stop(line)
     except UserError as error:
-        line = str(error)
-    if line:
-        stop(line)
+        stop(str(error))
     screen.begin(not {"--verbose", "-h", "--help"}.isdisjoint(sys.argv))
     ours = parse.parse_early(sys.argv[1:], stop, name)
     from megatron_2bw import cpu  # it imports torch
@@ -69,7 +67,7 @@ def launch(task: str) -> None:
             print(f"> output: {output} has all that this rank prints (--verbose shows it)")
         if args.exit_signal_handler:
             atexit.register(_end_loader_workers)
-            if started_by_torchrun:
+            if under_torchrun:
                 end_with_parent(args.exit_signal)  # this rank saves then
         try:
             provider = getattr(module, "model_provider", None)  # of a task without a configuration

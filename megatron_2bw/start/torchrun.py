@@ -15,8 +15,7 @@ from megatron_2bw.errors import report
 
 ROOT = Path(__file__).resolve().parents[2]  # of the clone, with the entry scripts; of a wheel too
 
-SIGNALS = "SIGTERM SIGINT SIGHUP SIGQUIT SIGUSR1 SIGUSR2".split()  # that the launcher sends on to its ranks
-OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # of torch: with --rdzv-backend c10d
+OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # a store for each start of the ranks, with --rdzv-backend c10d
 
 # What runs on any host: without Transformer Engine and Apex.
 PLAIN_TORCH = """
@@ -39,7 +38,7 @@ def torchrun(ranks: int, task: str = "gpt", *options: str, script: str | Path | 
 def run_ranks(prog: str, command: Sequence[str]) -> int:
     """Run the ranks of a command of `torchrun` in this process and wait; without torchrun's own report.
 
-    The status of the first rank that failed; 128 and its number after a signal. SIGNALS reach all ranks.
+    The status of the first rank that failed; 128 and its number after a signal, which reaches all ranks.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -49,8 +48,9 @@ def run_ranks(prog: str, command: Sequence[str]) -> int:
     os.environ.update({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"} | environment())
     logging.disable(logging.ERROR)  # torchrun's agent repeats what the ranks have reported
     options = parse_args(command[3:])
-    ignored = "SIGHUP" if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ""  # by nohup
-    options.signals_to_handle = ",".join(name for name in SIGNALS if name != ignored)
+    options.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1,SIGUSR2"
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+        options.signals_to_handle += ",SIGHUP"
     try:
         run(options)
     except ChildFailedError as error:
@@ -64,10 +64,7 @@ def run_ranks(prog: str, command: Sequence[str]) -> int:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """A core for each rank, no list of missing libraries from each, a store for each start of the ranks (OWN_STORES).
-
-    What the user has set stays.
-    """
+    """A core for each rank, no list of missing libraries, OWN_STORES; what the user has set stays."""
     return {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", OWN_STORES: "1"} | os.environ | more
 
 

@@ -109,9 +109,7 @@ class Job:
         return found
 
 
-def submit(
-    cluster: Cluster, folder: Path, kind: str, *options: str, exit_signal: str = "SIGTERM", **environment: str
-) -> Job:
+def submit(cluster: Cluster, folder: Path, kind: str, *options: str, number="TERM", **environment: str) -> Job:
     """sbatch of the script for `kind` on both nodes, a rank each: a pipeline of two stages."""
     folder.mkdir()
     variables = {
@@ -123,7 +121,7 @@ def submit(
         "MASTER_PORT": str(free_port()),
     }
     words = ("--parsable", "--nodes=2", f"--output={folder}/batch.log", *options)
-    flags = [*SHAPE, *TINY.split(), "--train-iters", ITERATIONS, "--exit-signal", exit_signal]
+    flags = [*SHAPE, *TINY.split(), "--train-iters", ITERATIONS, f"--exit-signal=SIG{number}"]
     script = f"scripts/slurm/pretrain_{kind}_2bw.sbatch"
     number = cluster.call("sbatch", *words, script, *flags, cwd=ROOT, **variables | environment)
     return Job(cluster, folder, number)
@@ -151,11 +149,10 @@ def assert_same(found: dict[int, list[str]], expected: dict[int, list[str]], res
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("kind", "number"), [("bert", "USR1"), pytest.param("gpt", "TERM", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind, number", [("bert", "USR1"), pytest.param("gpt", "TERM", marks=pytest.mark.nightly)])
 def test_a_time_limit_saves_queues_again_and_resumes_with_the_same_losses(slurm, tmp_path, kind, number):
     # The signal comes 40 to 70 s before the end: Slurm looks every 30 s.
-    options = ("--time=60", f"--signal=B:{number}@40")
-    job = submit(slurm, tmp_path / "job", kind, *options, exit_signal=f"SIG{number}")
+    job = submit(slurm, tmp_path / "job", kind, "--time=60", f"--signal=B:{number}@40", number=number)
     held = hold(job)
     undisturbed = submit(slurm, tmp_path / "undisturbed", kind)
     undisturbed.wait("completed", lambda: undisturbed.status()["status"] == "completed")
