@@ -5,6 +5,7 @@ Invariant: a check changes nothing, and answers None or one line that names the 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from megatron_2bw.checkpoints.folder import TRACKER, problem, same_folder, source
 from megatron_2bw.data import indexed
+from megatron_2bw.errors import UserError, file_errors
 from megatron_2bw.flags.rule import Args, installed, task, value
 from megatron_2bw.start.torchrun import PLAIN_TORCH
 
@@ -29,17 +31,27 @@ def transformer_engine(args: Args) -> str | None:
     return f"--transformer-impl transformer_engine (the default) needs a package that is not installed: use {remedy}"
 
 
-_DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
-_OTHERS = ("--mock-data", "--data-args-path", "--per-split-data-args-path")
+_SPLITS = ("--train-data-path", "--valid-data-path", "--test-data-path")
+_NUMBER = re.compile(r"[\d.eE+-]+")
 
 
-def _datasets(args: Args) -> Iterator[tuple[str, str]]:
-    """The flag and the prefix of each dataset in this file system: the words of the blends that are no weights."""
-    named = {flag: value(args, flag) or [] for flag in _DATA}
+def _blends(args: Args) -> Iterator[tuple[str, list[str]]]:
+    """The flag and the words of each blend: prefixes of datasets, or weights and prefixes in turn."""
+    for flag in ("--data-path", *_SPLITS):
+        yield flag, value(args, flag) or []
     if args.data_args_path:
-        named["--data-args-path"] = Path(args.data_args_path).read_text().split()
-    for flag, blend in named.items():
-        yield from ((flag, word) for word in blend if "://" not in word and not re.fullmatch(r"[\d.eE+-]+", word))
+        with file_errors(f"--data-args-path {args.data_args_path}"):
+            words = Path(args.data_args_path).read_text().split()
+        yield "--data-args-path", words
+    if args.per_split_data_args_path:
+        flag = "--per-split-data-args-path"
+        with file_errors(f"{flag} {args.per_split_data_args_path}"):
+            blends = json.loads(Path(args.per_split_data_args_path).read_text())
+        for split in ("train", "valid", "test"):
+            if split not in blends:
+                raise UserError(f"{flag} {args.per_split_data_args_path}: it has no key {split}")
+            words = blends[split] or []
+            yield flag, words.split() if isinstance(words, str) else [*map(str, words)]
 
 
 def data(args: Args) -> str | None:
@@ -48,13 +60,31 @@ def data(args: Args) -> str | None:
     sequence of a GPT): Megatron looks for ever for one of an empty share."""
     if task(args) is None:  # an entry script of the user's own may have datasets without flags
         return None
-    if not any(value(args, flag) for flag in _DATA + _OTHERS):
+    per_split = [flag for flag in (*_SPLITS, "--per-split-data-args-path") if value(args, flag)]
+    given = [flag for flag in ("--data-path", "--data-args-path") if value(args, flag)] + per_split[:1]
+    if not given and not args.mock_data:
         return "--data-path is missing (or --mock-data)"
+    if len(given) > 1:
+        return f"{given[1]} does not work with {given[0]}: leave one out"
+    if per_split and args.split:
+        return f"--split does not work with {per_split[0]}: leave it out"
+    try:
+        return next(filter(None, (_blend(args, flag, words) for flag, words in _blends(args))), None)
+    except UserError as error:
+        return str(error)
+
+
+def _blend(args: Args, flag: str, words: list[str]) -> str | None:
+    """A line about the first dataset of a blend that the run cannot use, or None."""
+    weights = [_NUMBER.fullmatch(word) is not None for word in words]
+    if any(weights) and weights != [True, False] * (len(words) // 2):
+        return f"{flag} {' '.join(words)}: give only prefixes, or a weight before each prefix"
     split = args.split or "969,30,1"
     shares = [float(share) for share in re.split("[,/]", split)]
-    for flag, prefix in _datasets(args):
+    for prefix in (word for word, weight in zip(words, weights) if not weight and "://" not in word):
         try:
-            conversations, number = indexed.has_prompts(prefix), indexed.divided(prefix, args.task == "bert")
+            conversations = indexed.has_prompts(prefix)
+            number = indexed.divided(prefix, args.task == "bert")
         except OSError as error:
             return f"{flag} {prefix}: {error.filename}: {error.strerror}"
         if conversations != args.sft_data:

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from megatron_2bw.errors import UserError
 from megatron_2bw.files import write_json
+from megatron_2bw.flags import own
 from megatron_2bw.flags.parse import QUICK, prepare
 
 KINDS = {"int": int, "float": float, "str": str, "other": str}  # other: what a function of Megatron's parses
@@ -35,6 +36,7 @@ def mistake(argv: Sequence[str], task: str, world: int) -> str | None:
         args = parser_of(task, "megatron").parse_args(argv)
         if args.pipeline_schedule != "megatron":
             args = parser_of(task, "2bw").parse_args(argv)  # whose defaults all others have
+        own.use_rampup(args)
     except UserError as error:
         return str(error)
     args.world_size = world

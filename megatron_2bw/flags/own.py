@@ -6,11 +6,12 @@ Invariant: without torch and Megatron, so that they can be read before either is
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_2bw.errors import whole
+from megatron_2bw.errors import UserError, whole
 from megatron_2bw.flags import correction
 from megatron_2bw.flags.environment import exchange
 from megatron_2bw.flags.rule import Args, asks, installed, task, value
@@ -35,6 +36,33 @@ def whole_or_share(text: str) -> int | str:
 def slots(text: str) -> int | str:
     """The value of --two-bw-gradient-slots."""
     return text if text == "shard" else whole(1)(text)
+
+
+def use_rampup(args: Args) -> str | None:
+    """Replace --rampup-batch-size, which Megatron 0.19 ignores, by the --step-batch-size-schedule of its sizes.
+
+    Returns the line of the log, or None without the flag. Raises UserError for values that give no sizes.
+    """
+    if args.rampup_batch_size is None:
+        return None
+    if not (args.train_samples and args.global_batch_size and args.seq_length):
+        raise UserError("--rampup-batch-size needs --global-batch-size, --seq-length, and --train-samples: add them")
+    start, increment, samples = args.rampup_batch_size
+    count = (args.global_batch_size - start) // max(increment, 1)
+    if start < 1 or count < 1 or start + count * increment != args.global_batch_size:
+        raise UserError(
+            f"--rampup-batch-size {start} {increment} {samples}: no number of increments leads to --global-batch-size "
+            f"{args.global_batch_size}: give other numbers"
+        )
+    steps = []
+    for number in range(count + 1):
+        first = math.ceil(number * samples / count)
+        steps.append(f"{first * args.seq_length}:{start + number * increment}")  # Megatron divides by the length again
+    args.step_batch_size_schedule = " ".join(steps)
+    args.eval_global_batch_size = args.eval_global_batch_size or args.global_batch_size
+    args.global_batch_size = args.rampup_batch_size = None
+    args._is_global_batch_size_explicitly_specified = False  # as Megatron has noted it before
+    return f'> --rampup-batch-size {start} {increment} {samples}: --step-batch-size-schedule "{" ".join(steps)}"'
 
 
 ADAPTER = "_adapter"  # the end of an adapter's name, after that of its layer

@@ -76,6 +76,8 @@ def parse(
             for source in ("pretrained_checkpoint", "load"):
                 found = checkpointing.load_args_from_checkpoint(args, load_arg=source)
                 own.adopt(args, found[-1] if isinstance(found, tuple) else found)
+        if (line := own.use_rampup(args)) and args.rank == 0:
+            print(line, flush=True)
         if args.adam_beta1 is None:
             args.adam_beta1 = beta1(args)
         if args.lora_rank and args.lora_alpha is None:

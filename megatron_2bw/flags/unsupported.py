@@ -39,6 +39,11 @@ def _whole_matrices(args: Args) -> bool:
     return sharded or args.optimizer == "dist_muon" or getattr(args, "use_layer_wise_distributed_optimizer", False)
 
 
+def _tied_heads(args: Args) -> bool:
+    tied = args.pipeline_model_parallel_size > 1 and not args.untie_embeddings_and_output_weights
+    return bool(args.mtp_num_layers and tied and args.save and args.ckpt_format == "torch_dist")
+
+
 def _other_layers(args: Args) -> bool:
     pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern or ""
     return bool({*pattern} - {*"*-E|"}) or (bool(pattern) and args.task == "bert")
@@ -64,6 +69,7 @@ _ASKS: dict[str, Callable[[Args], object]] = {
     "--untie-embeddings-and-output-weights": lambda a: (
         a.pipeline_model_parallel_size > 1 and not a.untie_embeddings_and_output_weights
     ),
+    "--ckpt-format": _tied_heads,
     "--timing-log-level": lambda a: a.timing_log_level and a.barrier_with_L1_time,
     **dict.fromkeys(("--hybrid-layer-pattern", "--hybrid-override-pattern"), _other_layers),
     "--moe-router-load-balancing-type": lambda a: "quantile_balancing" in a.moe_router_load_balancing_type,
@@ -90,6 +96,11 @@ _REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
             "--hybrid-layer-pattern --hybrid-override-pattern",
             "of layers, attention (*), MLPs (-), experts (E) are supported",
         ),
+        (
+            "--ckpt-format",
+            "Megatron cannot save tied embeddings with --mtp-num-layers on several stages in it; use "
+            "--ckpt-format torch or --untie-embeddings-and-output-weights",
+        ),
         ("--perform-rl-step", f"only pretraining of GPT and BERT is supported; {OUT}"),
         ("--sft", "its data are no files of preprocess; use --sft-data --sft-packed"),
         ("--dataloader-inter-document-masking", "documents are not marked; use --reset-attention-mask"),
@@ -110,6 +121,7 @@ _REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
         ("--use-megatron-fsdp --use-torch-fsdp2 --tensor-parallel-num-weight-shards", _SHARDS),
         ("--fp8-format --fp4-format", "quantised weights are not versioned yet; use --bf16"),
         ("--te-precision-config-file --kitchen-config-file --kitchen-recipe-number", _NOT_YET),
+        ("--rampup-batch-size", "Megatron 0.19 ignores it; give --step-batch-size-schedule"),  # in an own script
         ("--fake-process-group", f"stages exchange real messages; {OUT}"),
         ("--inprocess-restart", f"a schedule's groups and weights outlive the restart; {OUT}"),
         ("--fine-grained-activation-offloading --cpu-offloading-num-layers", _NOT_YET),

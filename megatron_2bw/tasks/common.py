@@ -18,6 +18,8 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_tokenizer, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_2bw.mcore.batch_sizes import planned
+
 SPIKE = 10  # --check-for-spiky-loss reports a loss that is this many times the largest so far
 TANH_GELU = partial(torch.nn.functional.gelu, approximate="tanh")
 
@@ -104,6 +106,13 @@ def dataset_config(kind: type, args: Any, **more: Any) -> Any:
 
 
 def build_datasets(kind: type, samples: list[int], builds: Callable[[], bool], config: Any) -> list[Any]:
-    """Training, validation and test datasets of a `kind`, on the ranks where `builds` is true."""
+    """Training, validation and test datasets of a `kind`, on the ranks where `builds` is true.
+
+    Megatron counts all training batches with one size. With a batch schedule there are more samples, or less.
+    """
+    args = get_args()
+    if args.step_batch_size_schedule is not None:
+        _, needed = planned(args, args.iteration, args.consumed_train_samples)
+        samples = [needed, *samples[1:]]
     print_rank_0(f"> building {kind.__name__} for training, validation and test ...")
     return BlendedMegatronDatasetBuilder(kind, samples, builds, config).build()

@@ -64,3 +64,16 @@ def test_the_targets_alone_count(tmp_path, stages, flags):
     expected = run_pipeline(argv(1, "megatron", **frozen), 1, None, compute)[0].losses[0]
     torch.testing.assert_close(runs[-1].losses[0], expected, rtol=1e-6, atol=0)
     assert runs[-1].losses[-1] < runs[-1].losses[0], "it learns"
+
+
+def test_a_batch_schedule_has_enough_samples(tmp_path):
+    """Megatron asks the dataset for as many batches of the smallest size: 12 samples, where 40 are used."""
+    prefix = stored(tmp_path / "chats", CHATS)
+    sizes = dict(global_batch_size=None, step_batch_size_schedule="0:4 128:8", split="100,0,0")
+
+    def argv(stages: int) -> list[str]:
+        words = command(stages, 2, "2bw", UNTIED, "--sft-data", **sizes)
+        return [word for word in words if word != "--mock-data"] + ["--data-path", str(prefix)]
+
+    runs = run_pipeline(argv(2), 2)
+    assert_same(runs, run_reference(runs, argv(1), (2, 2, 4, 4, 4, 4)), exact=True)

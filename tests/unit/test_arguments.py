@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_2bw import cpu
-from megatron_2bw.flags import checks
+from megatron_2bw.errors import UserError
+from megatron_2bw.flags import checks, own
 from megatron_2bw.flags.parse import explain, parse_early
 from megatron_2bw.flags.rule import installed
 from tests.distributed.training import BERT, command
@@ -38,6 +39,29 @@ def case(flag: str, words: str = "", stages: int = 2, microbatches: int = 2, sch
 def test_a_mistake_is_answered_with_its_flag(argv, world, flag, words):
     message = complaint(argv, world)
     assert message is not None and message.startswith(flag) and words in message and "\n" not in message
+
+
+RAMPED = dict(train_iters=None, train_samples=4000, lr_warmup_iters=None, seq_length=16)
+
+
+def test_a_rampup_becomes_megatrons_batch_schedule():
+    """The sizes are those of Megatron before 0.19: consumed samples over the samples of an increment, rounded down."""
+    from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+
+    argv = command(2, 8, "2bw", "--rampup-batch-size", "4", "4", "1000", **RAMPED)
+    args = parse(argv, 2)
+    line = own.use_rampup(args)
+    calculator = StepBatchsizeNumMicroBatchesCalculator(2, 1, False, 1, args.step_batch_size_schedule, args.seq_length)
+    for samples in range(2000):
+        calculator.update(samples, consistency_check=True)
+        expected = 16 if samples > 1000 else 4 + 4 * int(samples / (1000 / 3))
+        assert calculator.get_current_global_batch_size() == expected, samples
+    assert args.step_batch_size_schedule in line and args.eval_global_batch_size == 16
+    for changes in (dict(train_samples=None, train_iters=100), dict(global_batch_size=18)):
+        with pytest.raises(UserError, match="--rampup-batch-size"):
+            own.use_rampup(
+                parse(command(2, 8, "2bw", *argv[argv.index("--rampup-batch-size") :], **RAMPED | changes), 2)
+            )
 
 
 @pytest.mark.parametrize(
@@ -76,12 +100,38 @@ def with_data(*flags: object, bert: bool = False, **changes) -> list[str]:
 
 def test_data_must_be_given_and_there(tmp_path):
     assert complaint(with_data(), 2).startswith("--data-path is missing")
-    assert complaint(with_data("--train-data-path", "no/such"), 2).startswith("--train-data-path no/such: ")
+    assert complaint(with_data("--train-data-path", "no/such", split=None), 2).startswith("--train-data-path no/such: ")
     assert complaint(with_data("--data-path", "1.0", "msc://bucket/data"), 2) is None
     one, two = dataset(tmp_path / "one"), tmp_path / "list"
     two.write_text(f"0.5 {one} 0.5 {one}")
-    assert complaint(with_data("--data-args-path", two, "--valid-data-path", one), 2) is None
+    assert complaint(with_data("--data-args-path", two), 2) is None
     assert complaint(with_data("--data-args-path", two, "--sft-data"), 2).startswith(f"--data-args-path {one}: ")
+
+
+@pytest.mark.parametrize(
+    "flags, line",
+    [
+        ("--data-path A B", None),
+        ("--data-path 0.5 A 0.5", "--data-path 0.5 A 0.5: give only prefixes, or a weight before each prefix"),
+        ("--train-data-path A --valid-data-path 1 B 2 A", None),
+        ("--train-data-path A --split 98,1,1", "--split does not work with --train-data-path: leave it out"),
+        ("--data-args-path list --valid-data-path A", "--valid-data-path does not work with --data-args-path"),
+        ("--per-split-data-args-path good", None),
+        ("--per-split-data-args-path bad", "--per-split-data-args-path bad: it has no key valid"),
+        ("--per-split-data-args-path list", "--per-split-data-args-path list: Expecting value"),
+    ],
+)
+def test_blends(flags, line, tmp_path, monkeypatch):
+    """What Megatron finds only when it builds the datasets."""
+    monkeypatch.chdir(tmp_path)
+    for name in "AB":
+        dataset(tmp_path / name)
+    (tmp_path / "list").write_text("A")
+    (tmp_path / "good").write_text('{"train": "0.5 A 0.5 B", "valid": ["A"], "test": null}')
+    (tmp_path / "bad").write_text('{"train": "A", "validation": "B"}')
+    changes = dict(split=None) if "--split" not in flags and "--data-path" not in flags else dict(split="100,0,0")
+    message = complaint(with_data(*flags.split(), **changes), 2)
+    assert message is None if line is None else message.startswith(line)
 
 
 @pytest.mark.parametrize(

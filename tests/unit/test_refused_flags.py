@@ -24,6 +24,9 @@ ASKED = {
     "--hybrid-layer-pattern": dict(hybrid_layer_pattern="M*-"),
     "--hybrid-override-pattern": dict(hybrid_override_pattern="M*-"),
     "--loss-scale": dict(optimizer="muon", loss_scale=1024.0),
+    "--ckpt-format": dict(
+        mtp_num_layers=1, untie_embeddings_and_output_weights=False, save="checkpoints", ckpt_format="torch_dist"
+    ),
     "--two-bw-optimizer": dict(optimizer="muon", two_bw_optimizer="host"),
     "--moe-router-load-balancing-type": dict(moe_router_load_balancing_type="quantile_balancing"),
     UNTIED: dict(untie_embeddings_and_output_weights=False),
