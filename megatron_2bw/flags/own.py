@@ -211,10 +211,11 @@ def _of_the_batch(args: Args) -> Iterator[str]:
     size = correction.batch_sizes(args)[0]
     schedule = schedule_of(args.pipeline_schedule, gradient_slots=args.two_bw_gradient_slots, extra_warmup=extra)
     if schedule is not None and (needed := schedule.min_microbatches(stages)) > size // replica:
+        flag = "--step-batch-size-schedule, a batch of" if args.step_batch_size_schedule else "--global-batch-size"
         yield (
-            f"--global-batch-size {size} gives each pipeline {size // replica} of the microbatches, but "
+            f"{flag} {size} gives each pipeline {size // replica} of the microbatches, but "
             f"--pipeline-schedule {schedule.name} needs {needed} with its stages and --two-bw-extra-warmup: "
-            f"use --global-batch-size {needed * replica} or more"
+            f"use {flag} {needed * replica} or more"
         )
     late = args.two_bw_late_microbatches
     if late is not None and late < (ahead := schedule.min_microbatches(stages) - 1):

@@ -28,6 +28,11 @@ def case(flag: str, words: str = "", stages: int = 2, microbatches: int = 2, sch
     [
         case("--lr", lr=None),
         case("--global-batch-size 6", "use --global-batch-size 8 or more", microbatches=3, two_bw_extra_warmup=2),
+        case(
+            "--step-batch-size-schedule, a batch of 2 gives",
+            global_batch_size=None,
+            step_batch_size_schedule="0:2 64:8",
+        ),
         case("argument --two-bw-sync-iterations", two_bw_sync_iterations="1.5%"),
         case("--two-bw-correction", schedule="megatron", two_bw_correction="auto"),
         case("--two-bw-correction-factor", **ADDS, two_bw_correction_factor=2.5),
