@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megatron_2bw.flags.rule import Args, Rule, value
@@ -20,14 +21,19 @@ def layout_stages(text: str) -> list[str]:
     return text.split("|")
 
 
-def _chunked_layout(args: Args) -> bool:
-    layout = args.pipeline_model_parallel_layout
-    return bool(layout) and len(layout_stages(layout)) != args.pipeline_model_parallel_size
+def _joined(name: str, args: Args) -> str | None:
+    """A layout with one chunk of layers for each stage: neighbouring chunks are joined, and the layers keep their
+    order. One without several chunks for each stage stays as it is."""
+    given = value(args, name)
+    chunks = layout_stages(given or "")
+    size = len(chunks) // args.pipeline_model_parallel_size
+    if size < 2 or len(chunks) % args.pipeline_model_parallel_size:
+        return given
+    return "|".join("".join(chunks[first : first + size]) for first in range(0, len(chunks), size))
 
 
-def _chunks(args: Args) -> bool:
-    layers = args.num_layers_per_virtual_pipeline_stage
-    return layers is not None and args.num_layers != layers * args.pipeline_model_parallel_size
+def _chunked(name: str, args: Args) -> bool:
+    return _joined(name, args) != value(args, name)
 
 
 def _emerging(args: Args) -> bool:
@@ -51,9 +57,6 @@ def _other_layers(args: Args) -> bool:
 
 # What asks for a feature, where it is not any true value of the flag, or one of the values of the rule.
 _ASKS: dict[str, Callable[[Args], object]] = {
-    "--num-layers-per-virtual-pipeline-stage": _chunks,
-    "--num-virtual-stages-per-pipeline-rank": lambda a: (a.num_virtual_stages_per_pipeline_rank or 1) > 1,
-    "--pipeline-model-parallel-layout": _chunked_layout,
     "--context-parallel-size": lambda a: a.context_parallel_size > 1,
     "--num-distributed-optimizer-instances": lambda a: a.num_distributed_optimizer_instances > 1,
     "--tensor-parallel-num-weight-shards": lambda a: (  # Megatron sets it to the tensor-parallel size
@@ -72,6 +75,9 @@ _ASKS: dict[str, Callable[[Args], object]] = {
     "--ckpt-format": _tied_heads,
     "--timing-log-level": lambda a: a.timing_log_level and a.barrier_with_L1_time,
     **dict.fromkeys(("--hybrid-layer-pattern", "--hybrid-override-pattern"), _other_layers),
+    "--microbatch-group-size-per-virtual-pipeline-stage": lambda a: a.microbatch_group_size_per_vp_stage,
+    "--overlap-p2p-communication-warmup-flush": lambda a: a.overlap_p2p_comm_warmup_flush,
+    "--no-overlap-p2p-communication": lambda a: not a.overlap_p2p_comm,
     "--moe-router-load-balancing-type": lambda a: "quantile_balancing" in a.moe_router_load_balancing_type,
     "--use-nccl-ub": lambda a: a.nccl_ub,
     "--pipeline-schedule": lambda a: a.pipeline_model_parallel_size == 1,
@@ -79,7 +85,6 @@ _ASKS: dict[str, Callable[[Args], object]] = {
 }
 
 OUT = "leave the flag out"
-_ONE_CHUNK = f"interleaved stages are not supported, a stage is one model chunk; {OUT}"
 _GRAPHS = f"a graph fixes the addresses of the weights, which change; {OUT}"
 _SHARDS = f"sharded parameters are not supported; {OUT}"
 _WHOLE = "leave --use-distributed-optimizer out (muon for dist_muon)"
@@ -114,8 +119,6 @@ _REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
         ("--position-embedding-type yarn mrope relative none", "it has learned_absolute and rope"),
     ),
     "ours": (
-        ("--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank", _ONE_CHUNK),
-        ("--pipeline-model-parallel-layout", f"it must have as many stages as there are: {_ONE_CHUNK}"),
         ("--cuda-graph-impl local transformer_engine full_iteration --enable-cuda-graph", _GRAPHS),
         ("--external-cuda-graph --optimizer-cuda-graph", _GRAPHS),
         ("--use-megatron-fsdp --use-torch-fsdp2 --tensor-parallel-num-weight-shards", _SHARDS),
@@ -135,7 +138,6 @@ _REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
         ("--perform-rl-step", _NOT_YET),  # of scripts that have it
         ("--iterations-to-skip --result-rejected-tracker-filename", f"{_IN_FLIGHT}none can be skipped"),
         ("--phase-transition-iterations", f"{_IN_FLIGHT}they would be of the old phase"),
-        ("--rerun-mode validate_results report_stats", f"{_IN_FLIGHT}use --rerun-mode disabled"),
         ("--save-activations-interval --save-dgrads-interval --save-wgrads-interval", _MIXED),
         ("--logits-save-dir --log-max-attention-logit", _MIXED),
         ("--save-params-interval", f"the step of a batch ends in the next iteration; {OUT}"),
@@ -163,7 +165,12 @@ UNSUPPORTED = tuple(
     for flag in re.split(" (?=--)", flags)
 )
 
-# What changes nothing under a schedule, or is done there in another way: scope, flag, why, and arguments without it.
+_LAYOUTS = ("--pipeline-model-parallel-layout", "--hybrid-layer-pattern", "--hybrid-override-pattern")
+_CHUNK = "a stage is one chunk of layers"
+_ONCE = "no iteration is run again"
+
+# What changes nothing under a schedule, or is done there in another way: scope, flag, why, and arguments without it,
+# or what makes them of the present ones.
 _IDLE: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("script", "--log-straggler", "the forward step feeds no detector", {"log_straggler": False}),
     ("2bw", "--timing-log-level", "no barriers", {"barrier_with_L1_time": False}),
@@ -175,10 +182,21 @@ _IDLE: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("ours", "--use-ring-exchange-p2p", "stages exchange by themselves", {"use_ring_exchange_p2p": False}),
     ("ours", "--nccl-communicator-config-path", "not for the schedule's own groups", {}),
     ("ours", "--high-priority-stream-groups", "not for the schedule's own groups", {}),
-    ("ours", "--error-injection-rate", "no iteration is run again", {}),
+    ("no flush", "--rerun-mode validate_results report_stats", _ONCE, {"rerun_mode": "disabled"}),
+    ("ours", "--error-injection-rate", _ONCE, {}),
+    ("ours", "--num-layers-per-virtual-pipeline-stage", _CHUNK, {"num_layers_per_virtual_pipeline_stage": None}),
+    ("ours", "--num-virtual-stages-per-pipeline-rank", _CHUNK, {"num_virtual_stages_per_pipeline_rank": None}),
+    ("ours", "--pipeline-model-parallel-layout", _CHUNK, {"pipeline_model_parallel_layout": _joined}),
+    ("ours", "--hybrid-layer-pattern", _CHUNK, {"hybrid_layer_pattern": _joined}),
+    ("ours", "--hybrid-override-pattern", _CHUNK, {"hybrid_override_pattern": _joined}),
+    ("ours", "--microbatch-group-size-per-virtual-pipeline-stage", _CHUNK, {}),
+    ("ours", "--overlap-p2p-communication-warmup-flush", _CHUNK, {"overlap_p2p_comm_warmup_flush": False}),
+    ("ours", "--no-overlap-p2p-communication", _CHUNK, {}),
+    ("ours", "--overlap-param-gather-with-optimizer-step", _CHUNK, {"overlap_param_gather_with_optimizer_step": False}),
     ("2bw", "--pipeline-schedule", "one stage has no bubble, and its gradients are late: leave it out", {}),
 )
-WITHOUT = tuple((Rule(flag, why, scope, _ASKS.get(flag)), off) for scope, flag, why, off in _IDLE)
+_IDLE_ASKS = _ASKS | {flag: partial(_chunked, flag) for flag in _LAYOUTS}
+WITHOUT = tuple((Rule(flag, why, scope, _IDLE_ASKS.get(flag)), off) for scope, flag, why, off in _IDLE)
 
 
 def refusal(args: Args) -> str | None:
@@ -188,8 +206,11 @@ def refusal(args: Args) -> str | None:
 
 def settle(args: Args) -> str | None:
     """Set the arguments that the schedule does without; the one line of the log that lists them, or None."""
-    found = [(rule, off) for rule, off in WITHOUT if rule.holds(args)]
-    for _, off in found:
-        vars(args).update(off)
-    flags = ", ".join(f"{rule.flag} ({rule.why})" for rule, _ in found)
-    return f"> {args.pipeline_schedule}: without effect, or with less: {flags}" if found else None
+    found: list[str] = []
+    for rule, off in WITHOUT:
+        if not rule.holds(args):
+            continue
+        for name, new in off.items():
+            setattr(args, name, new(name, args) if callable(new) else new)
+        found.append(f"{rule.flag.split()[0]} ({rule.why})")
+    return f"> {args.pipeline_schedule}: without effect, or with less: {', '.join(found)}" if found else None

@@ -110,3 +110,24 @@ def test_megatrons_interleaved_stages():
     """The entry script feeds Megatron's interleaved schedule too: two chunks a stage, the same numbers."""
     runs = two_stages(UNTIED, schedule="megatron", clip_grad=0, num_virtual_stages_per_pipeline_rank=2)
     assert_same_runs(runs, two_stages(UNTIED, schedule="megatron", clip_grad=0), exact=True)
+
+
+@pytest.mark.proof("2bw")
+@pytest.mark.parametrize(
+    "schedule, chunks, one",
+    [
+        ("2bw", dict(pipeline_model_parallel_layout="E|t*3|t|L"), dict(pipeline_model_parallel_layout="Ettt|tL")),
+        ("pipedream", dict(num_virtual_stages_per_pipeline_rank=2), {}),
+        (
+            "gpipe",
+            dict(num_layers_per_virtual_pipeline_stage=1, microbatch_group_size_per_virtual_pipeline_stage=3),
+            {},
+        ),
+    ],
+    ids=("2bw", "pipedream", "gpipe"),
+)
+def test_a_stage_is_one_chunk(schedule, chunks, one):
+    """Flags of interleaving change nothing: a stage has the same layers, as one chunk."""
+    assert_same_runs(
+        two_stages(UNTIED, schedule=schedule, **chunks), two_stages(UNTIED, schedule=schedule, **one), True
+    )

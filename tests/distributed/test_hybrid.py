@@ -18,7 +18,7 @@ def hybrid(stages: int, pattern: str, *flags: str) -> list[str]:
 @pytest.mark.parametrize(
     "stages, pattern, flags",
     [
-        (2, "*-*-|*E*E", EXPERTS),
+        (2, "*-|*-|*E|*E", EXPERTS),  # two chunks a stage, which are joined
         (1, "*-*-*E*E", EXPERTS),
         (4, "*-|*-|E|*-", f"{EXPERTS} --bf16 --normalization RMSNorm --recompute-granularity full "
          "--recompute-method uniform --recompute-num-layers 1"),

@@ -28,9 +28,8 @@ from tests.distributed.training import train
 # What 2bw does not do yet, and what Megatron does not do without Transformer Engine, by the flag that asks for it.
 ON_CPU = ["--multi-latent-attention", "--experimental-attention-variant"]
 LIMITS = {
-    "2bw": """--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank --fp8-format
-    --use-megatron-fsdp --use-torch-fsdp2 --fine-grained-activation-offloading --rerun-mode
-    --num-distributed-optimizer-instances --cuda-graph-impl""".split()
+    "2bw": """--fp8-format --use-megatron-fsdp --use-torch-fsdp2 --fine-grained-activation-offloading
+    --num-distributed-optimizer-instances --cuda-graph-impl --use-precision-aware-optimizer""".split()
     + ON_CPU,
     "megatron": ON_CPU,
 }
@@ -61,7 +60,7 @@ SMALL = {
     "--decoder-first-pipeline-num-layers": 1,
     "--decoder-last-pipeline-num-layers": 3,
     "--recompute-num-layers": 1,
-    "--pipeline-model-parallel-layout": "Et*2|t*2L",
+    "--pipeline-model-parallel-layout": "E|t*3|t|L",
     "--lr-wsd-decay-iters": 1,
     "--step-batch-size-schedule": "0:4 1B:8",
     "--hierarchical-context-parallel-sizes": "1 2",

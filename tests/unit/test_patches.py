@@ -107,11 +107,11 @@ def test_a_patched_checkout_leaves_megatrons_own_schedule_alone(monkeypatch):
     stopped = []
     monkeypatch.setattr(exits, "stop", lambda message: stopped.append(message) or sys.exit(2))
     parser = native.add_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    flags = "--num-layers-per-virtual-pipeline-stage 1 --distributed-backend gloo --transformer-impl local"
+    flags = "--fp8-format hybrid --distributed-backend gloo --transformer-impl local"
     args = parser.parse_args(flags.split())
     args.world_size = 1
     native.check(args)
     with pytest.raises(SystemExit):
         native.check(argparse.Namespace(**vars(args) | {"pipeline_schedule": "2bw"}))
-    assert len(stopped) == 1 and stopped[0].startswith("--num-layers-per-virtual-pipeline-stage 1")
+    assert len(stopped) == 1 and stopped[0].startswith("--fp8-format")
     assert not hasattr(args, "device")

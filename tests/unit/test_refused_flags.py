@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megatron_2bw.flags.unsupported import UNSUPPORTED, WITHOUT, settle
@@ -13,9 +15,6 @@ pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 # The arguments that ask for a feature, where it is not any true value of the flag.
 ASKED = {
-    "--num-layers-per-virtual-pipeline-stage": dict(num_layers_per_virtual_pipeline_stage=1),
-    "--num-virtual-stages-per-pipeline-rank": dict(num_virtual_stages_per_pipeline_rank=2),
-    "--pipeline-model-parallel-layout": dict(pipeline_model_parallel_layout="Et|t|t|tL"),
     "--tensor-parallel-num-weight-shards": dict(tensor_parallel_num_weight_shards=2),
     "--context-parallel-size": dict(context_parallel_size=2),
     "--num-distributed-optimizer-instances": dict(num_distributed_optimizer_instances=2),
@@ -74,14 +73,19 @@ WITHOUT_EFFECT = (
     "--timing-log-level 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --log-straggler "
     "--use-sharp --use-nccl-ub --defer-embedding-wgrad-compute --pipeline-model-parallel-comm-backend nccl "
     "--use-ring-exchange-p2p --nccl-communicator-config-path nccl.yaml --high-priority-stream-groups dp_cp "
-    "--error-injection-rate 100"
+    "--rerun-mode validate_results --error-injection-rate 100 --num-layers-per-virtual-pipeline-stage 1 "
+    "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-layout E|t*3|t|L "
+    "--hybrid-layer-pattern *-|*-|*-|*- --hybrid-override-pattern *|-|*|- --overlap-p2p-communication-warmup-flush "
+    "--microbatch-group-size-per-virtual-pipeline-stage 2 --no-overlap-p2p-communication "
+    "--overlap-param-gather-with-optimizer-step"
 ).split()
 
 
 def test_what_a_schedule_does_without_is_accepted_with_one_line(capsys):
     assert complaint(command(2, 2, "2bw", *WITHOUT_EFFECT), 2) is None
     (line,) = capsys.readouterr().out.splitlines()
-    assert [line.count(rule.flag) for rule, _ in WITHOUT] == [1] * (len(WITHOUT) - 1) + [0]  # more than one stage
+    # more than one stage: 2bw itself has an effect
+    assert re.findall(r"(--[\w-]+) \(", line) == [rule.flag.split()[0] for rule, _ in WITHOUT[:-1]]
     assert complaint(command(1, 1, "2bw"), 1) is None and "no bubble" in capsys.readouterr().out
     assert complaint(command(2, 2, "megatron", *WITHOUT_EFFECT), 2) is None
     (line,) = capsys.readouterr().out.splitlines()
@@ -91,3 +95,17 @@ def test_what_a_schedule_does_without_is_accepted_with_one_line(capsys):
         args = parse(command(2, 2, schedule, *WITHOUT_EFFECT), 2)
         settle(args)
         assert (args.barrier_with_L1_time, args.overlap_param_gather) == (on, on)
+        assert args.rerun_mode == ("validate_results" if on else "disabled")
+
+
+@pytest.mark.parametrize(
+    "layout, joined",
+    [("E|t*3|t|L", "Ettt|tL"), ("E,t|(t|)*2t*2|L|", "Ettt|ttL"), ("Et|t*2|tL", "Et|t*2|tL"), ("Ett|ttL", "Ett|ttL")],
+)
+def test_the_chunks_of_a_stage_are_joined_in_the_order_of_the_layers(layout, joined):
+    """Layouts whose chunks do not divide are Megatron's to refuse."""
+    for schedule in SCHEDULE_NAMES:
+        args = parse(command(2, 3, schedule, UNTIED, pipeline_model_parallel_layout=layout), 2)
+        line = settle(args)
+        expected = layout if schedule == "megatron" else joined
+        assert args.pipeline_model_parallel_layout == expected and bool(line) == (expected != layout)
