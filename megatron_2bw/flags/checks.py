@@ -24,6 +24,9 @@ def transformer_engine(args: Args) -> str | None:
 
     if args.distributed_backend == "gloo" and args.pipeline_model_parallel_size > 1 and not cpu.installed():
         return "--distributed-backend gloo sends no GPU tensors between stages: use nccl, with --two-bw-exchange gloo"
+    if args.context_parallel_size > 1 and args.transformer_impl == "local" and not cpu.installed():
+        need = f"--context-parallel-size {args.context_parallel_size} needs Transformer Engine's attention"
+        return f"{need}: install the package, and leave --transformer-impl local out"
     asked = task(args) is not None and args.transformer_impl == "transformer_engine"
     if not asked or cpu.installed() or installed("transformer_engine"):
         return None

@@ -166,6 +166,8 @@ def test_a_gpu_host_without_transformer_engine_has_a_line_with_what_to_type(monk
     assert message.startswith("--transformer-impl transformer_engine") and "--transformer-impl local" in message
     monkeypatch.setattr(checks, "installed", lambda package: True)
     assert complaint(argv, 2) is None
+    local = command(2, 2, transformer_impl="local", context_parallel_size=2)
+    assert complaint(local, 4).startswith("--context-parallel-size 2 needs Transformer Engine")
 
 
 @pytest.mark.parametrize("modules, real", [((), False), (("apex",), False), (("apex", "amp_C"), True)])
