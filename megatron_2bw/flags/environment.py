@@ -42,10 +42,16 @@ def refusal(args: Args) -> str | None:
 
 
 def prepare_cuda(early: Args) -> None:
-    """Set the number of hardware queues. Call it before anything asks CUDA, which reads the variable when it starts."""
-    if early.pipeline_schedule in SCHEDULES:  # with tensor parallelism Megatron refuses another than 1 before Blackwell
-        divided = early.tensor_model_parallel_size > 1 or early.context_parallel_size > 1
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1" if divided else SET["CUDA_DEVICE_MAX_CONNECTIONS"])
+    """Set the number of hardware queues. Call it before anything asks CUDA, which reads the variable when it starts.
+
+    Before Blackwell Megatron needs 1 queue with tensor or context parallelism. It refuses 1 with sharded parameters.
+    """
+    sharded = early.use_megatron_fsdp or early.use_torch_fsdp2
+    divided = early.tensor_model_parallel_size > 1 or early.context_parallel_size > 1
+    if divided and not sharded:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if early.pipeline_schedule in SCHEDULES:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", SET["CUDA_DEVICE_MAX_CONNECTIONS"])
 
 
 def prepare_nccl(args: Args) -> None:

@@ -33,6 +33,8 @@ def parse_early(argv: list[str], stop: Stop, task: str = "gpt") -> argparse.Name
     parser = add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
     for flag in ("--tensor-model-parallel-size", "--context-parallel-size"):  # Megatron's
         parser.add_argument(flag, type=int, default=1)
+    for flag in ("--use-megatron-fsdp", "--use-torch-fsdp2"):
+        parser.add_argument(flag, action="store_true")
     parser.error = stop
     early, _ = parser.parse_known_args(argv)
     early.task = task

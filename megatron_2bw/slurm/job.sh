@@ -164,25 +164,14 @@ check_allocation() {
 }
 
 check_flags() {
-    local word before="" tensor=1 context=1
+    local word before=""
     exit_signal=TERM # after which the ranks save
     for word in "$@"; do
         [[ ! $word =~ ^--(save|load)(=|$) ]] || fail "${word%%=*}: give CHECKPOINTS=folder, which a restarted job loads"
-        case $before in
-            --tensor-model-parallel-size) tensor=$word ;;
-            --context-parallel-size) context=$word ;;
-            --exit-signal) exit_signal=$word ;;
-        esac
-        case $word in
-            --tensor-model-parallel-size=*) tensor=${word#*=} ;;
-            --context-parallel-size=*) context=${word#*=} ;;
-            --exit-signal=*) exit_signal=${word#*=} ;;
-        esac
+        [[ $before != --exit-signal ]] || exit_signal=$word
+        [[ $word != --exit-signal=* ]] || exit_signal=${word#*=}
         before=$word
     done
-    if [[ $tensor != 1 || $context != 1 ]]; then # Megatron asks for it before Blackwell
-        export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-    fi
 }
 
 run_job() {

@@ -55,6 +55,8 @@ def test_variables_with_which_a_run_over_nccl_would_hang(stages, world, schedule
         ("--pipeline-schedule 2bw --tensor-model-parallel-size 2", "1"),
         ("--pipeline-schedule 2bw --context-parallel-size=2", "1"),
         ("--device cuda", None),
+        ("--device cuda --tensor-model-parallel-size 2", "1"),
+        ("--device cuda --tensor-model-parallel-size 2 --use-megatron-fsdp", None),
     ],
 )
 def test_a_hardware_queue_for_each_stream(flags, expected, monkeypatch):

@@ -223,16 +223,6 @@ def test_the_callers_flags_win_and_data_args_replace_the_mock_data(tmp_path):
     assert "--save" not in words and "--save-interval" not in words
 
 
-def test_one_queue_of_kernels_with_tensor_or_context_parallelism(tmp_path):
-    report = "printenv CUDA_DEVICE_MAX_CONNECTIONS > connections; true"
-    for words, expected in (
-        ("--tensor-model-parallel-size=8 --tensor-model-parallel-size 1", ""),
-        ("--context-parallel-size 2", "1"),
-    ):
-        assert batch(tmp_path, *words.split(), srun=report).returncode == 0
-        assert (tmp_path / "connections").read_text().strip() == expected
-
-
 def python(folder: Path, line: str) -> str:
     """A Python that runs a line of bash first."""
     path = folder / "python"

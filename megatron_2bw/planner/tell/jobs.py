@@ -33,9 +33,6 @@ def torchrun_script(cost: Cost, estimate: Estimate) -> str:
             f"NODE_RANK=${{NODE_RANK:?the number of this server, 0 to {last}}}\n"
             "MASTER_ADDR=${MASTER_ADDR:?the host name of the first server}"
         )
-    # Megatron requires one queue of kernels on GPUs before Blackwell.
-    divided = estimate.plan.tensor > 1 or estimate.plan.context > 1
-    queues = "export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}\n" * divided
     return f"""\
 #!/usr/bin/env bash
 {_about(cost, estimate)}
@@ -51,7 +48,7 @@ NNODES=${{NNODES:-{cluster.servers}}}
 {first}
 MASTER_PORT=${{MASTER_PORT:-29500}}
 export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-1}}
-{queues}entry=(-m {entry})
+entry=(-m {entry})
 [[ -z ${{MEGATRON_2BW:-}} ]] || entry=("$MEGATRON_2BW/{entry}.py")
 
 {_arrays(cost, estimate, f'{{ echo "error: {_WRONG_DATA}" >&2; exit 2; }}')}
