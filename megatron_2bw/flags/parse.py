@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from megatron_2bw.checkpoints import owner
@@ -126,7 +126,7 @@ def prepare(parser: argparse.ArgumentParser, early: argparse.Namespace, stop: St
 
     def error(message: str) -> NoReturn:  # argparse would print a usage text of a thousand lines first
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
-        stop(message + did_you_mean(unknown[1], parser._option_string_actions) if unknown else message)
+        stop(message + _hint(unknown[1], parser._option_string_actions) if unknown else message)
 
     add_flags(parser).set_defaults(**_defaults(early))
     parser._option_string_actions["--yaml-cfg"].type = _not_from_yaml
@@ -134,6 +134,16 @@ def prepare(parser: argparse.ArgumentParser, early: argparse.Namespace, stop: St
         action.help = action.help and re.sub(r"%%|%(?!\()", "%%", action.help)
     parser.error = error
     return parser
+
+
+def _hint(word: str, flags: Iterable[str]) -> str:
+    """The end of a line about an unknown flag: the nearest flag that is not its opposite and not always refused."""
+    negative = bool(_NEGATIVE.match(word))
+    usable = [flag for flag in flags if bool(_NEGATIVE.match(flag)) == negative and flag not in unsupported.NEVER]
+    return did_you_mean(word, usable, cutoff=0.82)
+
+
+_NEGATIVE = re.compile("--(no[-_]|disable|untie)")
 
 
 def _not_from_yaml(text: str) -> NoReturn:

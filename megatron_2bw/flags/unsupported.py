@@ -164,6 +164,7 @@ UNSUPPORTED = tuple(
     for flags, why in rows
     for flag in re.split(" (?=--)", flags)
 )
+NEVER = {rule.flag for rule in UNSUPPORTED if rule.scope == "script" and rule.when is None}  # under no schedule
 
 _LAYOUTS = ("--pipeline-model-parallel-layout", "--hybrid-layer-pattern", "--hybrid-override-pattern")
 _CHUNK = "a stage is one chunk of layers"

@@ -61,6 +61,23 @@ def test_a_mistake_has_a_line(typed):
     assert typed.split()[0] in line and "\n" not in line
 
 
+@pytest.mark.parametrize(
+    "typed, hint",
+    [
+        ("--no-masked-softmax", "--no-masked-softmax-fusion"),
+        ("--untied-embeddings-and-output-weights", "--untie-embeddings-and-output-weights"),
+        ("--no-query-key-layer-scaling", None),  # --apply-query-key-layer-scaling is the opposite
+        ("--tie-embeddings-and-output-weights", None),
+        ("--sftt", None),  # --sft is refused
+        ("--ap-sft", None),
+        ("--disable-bias", None),  # --disable-msc has as many characters in common as --disable-bias-linear
+    ],
+)
+def test_a_hint_is_a_flag_that_helps(typed, hint):
+    end = f" (did you mean {hint}?)" if hint else ""
+    assert early.mistake([*command(1, 1), typed], "gpt", 1) == f"unrecognized arguments: {typed}{end}"
+
+
 def test_a_wrong_flag_is_answered_without_torch(tmp_path, monkeypatch):
     """As the last line; torchrun quotes it in the report with which it ends."""
     monkeypatch.setattr(early, "table", early.table.__wrapped__)
