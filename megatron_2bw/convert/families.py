@@ -108,9 +108,7 @@ FAMILIES = {
     "mixtral": replace(_LLAMA_FAMILY, names=_table(_MIXTRAL)),
     "qwen3_moe": replace(_LLAMA_FAMILY, names=_table(_QWEN3_MOE)),
     "gpt2": Family("transformer.", _table(_GPT2), transposed=True, ignored=r".*\.attn\.(bias|masked_bias)"),
-    "megatron-bert": Family(
-        "bert.", _table(_MEGATRON_BERT), ignored=r".*embeddings\.position_ids|cls\.predictions\.decoder\.bias"
-    ),
+    "megatron-bert": Family("bert.", _table(_MEGATRON_BERT), ignored=r".*embeddings\.position_ids"),
 }
 
 

@@ -38,7 +38,7 @@ class Weights:
         self._files: dict[str, Path] = {}
         for path, names in _files(folder).items():
             with _errors(path), safe_open(path, "pt") as file:
-                for name in sorted(names or file.keys()):
+                for name in sorted({*names, *file.keys()}):
                     part = file.get_slice(name)
                     if part.get_dtype() not in DTYPES:
                         raise UserError(
@@ -56,11 +56,11 @@ class Weights:
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:
-    """The folder's files of tensors, with the names that the index places in each."""
+    """The files of tensors that transformers reads, with the names that the index places in each."""
+    if (folder / SINGLE).is_file():
+        return {folder / SINGLE: set()}
     index = folder / INDEX
     if not index.is_file():
-        if (folder / SINGLE).is_file():
-            return {folder / SINGLE: set()}
         raise UserError(
             f"{folder}: there is neither {INDEX} nor {SINGLE}: save the model with transformers' save_pretrained"
         )

@@ -26,7 +26,6 @@ from megatron_2bw.files import write_json, write_whole
 from megatron_2bw.flags import own
 from megatron_2bw.models.model import Model
 
-_TIED = {"lm_head.weight", "cls.predictions.decoder.weight"}  # a folder may hold the embedding twice
 FLAGS, TOKENIZER = "model_flags.txt", "tokenizer"
 
 
@@ -34,13 +33,7 @@ def import_model(options: argparse.Namespace) -> int:
     """Write a checkpoint, the model's flags and its tokenizer. Memory: that of one parameter, twice."""
     found = configs.read(options.source / "config.json", options.seq_length)
     weights = hugging_face.Weights(options.source)
-    files = _files(found, weights.shapes)
-    types = files.get("bert.embeddings.token_type_embeddings.weight")
-    if found.zero_types and types and weights.read(types)[0].any():
-        raise UserError(
-            f"the tensor {types} is not 0, but there is no cls.seq_relationship: Megatron has token types only with "
-            "the binary head; import a MegatronBertForPreTraining"
-        )
+    files, copies = _files(found, weights.shapes)
     megatron.use_cpu()
     rows = -(-found.model.vocab // options.make_vocab_size_divisible_by) * options.make_vocab_size_divisible_by
     tokenizer = options.source if hugging_face.has_tokenizer(options.source) else None
@@ -51,6 +44,9 @@ def import_model(options: argparse.Namespace) -> int:
     with megatron.whole_model(args, "meta") as (_, entries):
         names = [name for name in entries if not name.endswith("_extra_state")]
         sources = {name: [files[source] for source in found.family.sources(name)] for name in names}
+        used = {source for name in names for source in found.family.sources(name)}
+        for unused in sorted(files.keys() - used):
+            _check_unused(found, weights, files, unused, copies.get(unused))
         dtypes = {name: weights.dtypes[sources[name][0]] for name in names}
         options.save.mkdir(parents=True, exist_ok=True)
         if tokenizer:
@@ -132,23 +128,47 @@ def _represented(args: argparse.Namespace, path: Path) -> tuple[configs.Found, a
     raise UserError(f"{flags}: transformers' {found.architecture} has another value of it: nothing was exported")
 
 
-def _files(found: configs.Found, shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:
-    """The name in `shapes`, which may lack the family's prefix, of each tensor. UserError unless names and shapes are
-    those of transformers' model of the configuration."""
+def _files(found: configs.Found, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, str], dict[str, str]]:
+    """The name in `shapes`, which may lack the family's prefix, of each tensor; and the original of each copy, which a
+    folder may hold too. UserError unless names and shapes are those of transformers' model of the configuration."""
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
 
     with torch.device("meta"):
         model = getattr(transformers, found.architecture)(transformers.AutoConfig.for_model(**found.content))
+    copies = {name: of for name, of in model._tied_weights_keys.items() if found.model.tied or name.endswith("bias")}
     state = revert_weight_conversion(model, model.state_dict())  # as in a file, where each expert has its own tensors
     wanted, prefix = {name: tuple(tensor.shape) for name, tensor in state.items()}, found.family.prefix
     files = {prefix + name if prefix + name in wanted else name: name for name in shapes}
     for name in sorted(wanted.keys() | files.keys()):
         held, expected = shapes.get(files.get(name, ""), "missing"), wanted.get(name, "missing")
-        spare = re.fullmatch(found.family.ignored, name) or found.model.tied and name in _TIED
+        spare = re.fullmatch(found.family.ignored, name) or held == "missing" and name in copies
         if held != expected and not spare:
             raise UserError(f"the tensor {name} is {held}; config.json's {found.architecture} has it as {expected}")
-    return files
+    return files, copies
+
+
+def _check_unused(
+    found: configs.Found, weights: hugging_face.Weights, files: dict[str, str], name: str, original: str | None
+) -> None:
+    """UserError if an output depends on the tensor `name`, of which no parameter of Megatron's is made.
+
+    original: the tensor of which it is a copy
+    """
+    if re.fullmatch(found.family.ignored, name):
+        return
+    tensor = weights.read(files[name])
+    if original:
+        if not (tensor == weights.read(files[original])).all():
+            raise UserError(
+                f"the tensor {name} differs from {original}, of which config.json makes it a copy: set "
+                "tie_word_embeddings to false there, or remove the tensor"
+            )
+    elif tensor.any():
+        raise UserError(
+            f"the tensor {name} is not 0, and Megatron's model has none; token types need the binary head of a "
+            "MegatronBertForPreTraining"
+        )
 
 
 def _finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -163,6 +183,8 @@ def _exported(found: configs.Found, read: Callable[[str], torch.Tensor], names: 
         yield from zip(found.family.sources(name), parts)
         if name == "embedding.word_embeddings.weight" and found.zero_types:
             yield "bert.embeddings.token_type_embeddings.weight", torch.zeros(2, parts[0].shape[1]).to(parts[0])
+        if name == "output_layer.bias" and not found.model.tied:  # transformers' model reads the copy then
+            yield "cls.predictions.decoder.bias", parts[0].clone()
 
 
 def _tokenizer_flags(folder: Path | None, model: Model) -> list[str]:

@@ -244,6 +244,30 @@ def test_what_was_not_written_to_its_end_is_not_loaded(tmp_path):
     assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == "release"
 
 
+@pytest.mark.parametrize(
+    "name, tensor, line",
+    [
+        ("qwen2", "lm_head.weight", "differs from model.embed_tokens.weight"),
+        ("gpt2", "lm_head.weight", "differs from transformer.wte.weight"),
+        ("bert", "cls.predictions.decoder.weight", "differs from bert.embeddings.word_embeddings.weight"),
+        ("bert", "cls.predictions.decoder.bias", "differs from cls.predictions.bias"),
+        ("bert, one head", "bert.embeddings.token_type_embeddings.weight", "is not 0"),
+    ],
+)
+def test_a_tensor_without_a_place_must_be_what_the_model_has(name, tensor, line, tmp_path):
+    """A folder may hold a copy of another tensor, and zeros for what Megatron lacks. Here the last row is another."""
+    model = made(name)
+    model.save_pretrained(tmp_path / "hf")
+    held = load_file(tmp_path / "hf" / "model.safetensors") | {tensor: model.state_dict()[tensor].clone()}
+    save_file(held, tmp_path / "hf" / "model.safetensors")
+    convert("import", tmp_path / "hf", "--save", tmp_path / "same")
+    held[tensor][-1] += 1
+    save_file(held, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(WorldError, match=f"the tensor {tensor} {line}"):
+        convert("import", tmp_path / "hf", "--save", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "bert"])
 def test_adapters_are_those_of_peft(name, folder, tmp_path):
     """peft's model with them, and the merged one, have the outputs of Megatron's."""

@@ -31,7 +31,7 @@ EXACT = {
     "--kv-channels 16 | --rotary-base 50000 | --use-rope-scaling --rope-scaling-factor 32",
     "qwen2": "--add-qkv-bias",
     "qwen3": "--qk-layernorm",
-    "megatron-bert": " | --openai-gelu | --bert-no-binary-head",
+    "megatron-bert": " | --openai-gelu | --bert-no-binary-head | --untie-embeddings-and-output-weights",
 }
 REFUSED = {  # the last flag is named
     "gpt2": "--position-embedding-type none | --swiglu | --num-experts 2 | --window-size 4,0 --window-attn-skip-freq 2",

@@ -149,6 +149,11 @@ def test_large_models_have_several_files(tmp_path, monkeypatch):
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert files == [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
     assert set(load_file(tmp_path / files[1])) == {"t20", "t1"}
+    index = tmp_path / hugging_face.INDEX
+    index.write_text(index.read_text().replace('"t1"', '"t20"'))
+    assert set(hugging_face.Weights(tmp_path).shapes) == set(held)  # a file's tensors that the index leaves out, too
+    save_file({"t1": held["t1"]}, tmp_path / hugging_face.SINGLE)
+    assert set(hugging_face.Weights(tmp_path).shapes) == {"t1"}  # transformers reads the one file then
 
 
 # --- the command line and the tokenizer -----------------------------------------------------------------------------
