@@ -119,6 +119,26 @@ def of_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return _config(Found(kind, model, ARCHITECTURES[kind][bert and not args.bert_binary_head]))
 
 
+def renamed(found: Found, dtype: str) -> dict[str, Any]:
+    """The entries that transformers 5 renamed, by the new name and the old: older readers would take their defaults."""
+    model, entries = found.model, {"dtype": dtype, "torch_dtype": dtype}
+    if model.experts:
+        entries |= {"num_local_experts": model.experts, "num_experts": model.experts}
+    if found.kind in LLAMAS:
+        rope = _rope(model)
+        old = {name: value for name, value in rope.items() if name != "rope_theta"} | {"type": rope["rope_type"]}
+        entries |= {"rope_parameters": rope, "rope_theta": rope["rope_theta"]}
+        entries["rope_scaling"] = old if model.rope_scaling else None
+    return entries
+
+
+def _rope(model: Model) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(model.rotary_base)}
+    if model.rope_scaling:
+        rope |= {"rope_type": "llama3", "factor": model.rope_factor} | SCALING
+    return rope
+
+
 def _config(found: Found) -> dict[str, Any]:
     from transformers import AutoConfig
 
@@ -128,10 +148,7 @@ def _config(found: Found) -> dict[str, Any]:
     fields: dict[str, Any] = {entry: getattr(model, field) for field, entry in SIZES.items()}
     fields["max_position_embeddings"] = model.sequence
     if found.kind in LLAMAS:
-        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(model.rotary_base)}
-        if model.rope_scaling:
-            rope |= {"rope_type": "llama3", "factor": model.rope_factor} | SCALING
-        fields |= {"num_key_value_heads": model.groups, "head_dim": model.head_size, "rope_parameters": rope}
+        fields |= {"num_key_value_heads": model.groups, "head_dim": model.head_size, "rope_parameters": _rope(model)}
         fields["rms_norm_eps"] = model.norm_epsilon
         if model.experts:
             fields |= {"num_local_experts": model.experts, "num_experts_per_tok": model.topk}

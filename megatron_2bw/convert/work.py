@@ -87,7 +87,7 @@ def export_model(options: argparse.Namespace) -> int:
             shapes = lambda name: torch.empty(entries[name].data.shape, device="meta")
             _files(found, {name: tuple(part.shape) for name, part in _exported(found, shapes, names)})
             kind = str(next(iter(kinds))).removeprefix("torch.") if len(kinds) == 1 else "float32"
-            write_json(temporary / "config.json", found.content | {"dtype": kind}, indent=2)
+            write_json(temporary / "config.json", found.content | configs.renamed(found, kind), indent=2)
             read = lambda name: _finite(name, checkpoint.read(entries[name]))
             bar = tqdm(names, unit="tensor", desc="export")
             if alone:
