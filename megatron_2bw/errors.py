@@ -65,10 +65,7 @@ def file_errors(what: str) -> Iterator[None]:
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The end of a line about an unknown word: " (did you mean NAME?)", or nothing.
-
-    cutoff: the least share of characters that a name has in common with the word
-    """
+    """The end of a line about an unknown word: " (did you mean NAME?)", or nothing."""
     similar = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f" (did you mean {similar[0]}?)" if similar else ""
 

@@ -62,10 +62,8 @@ def read(path: Path, sequence: int | None) -> Found:
         raise UserError(f"{path}: model_type {kind!r} is not supported; those that are: {', '.join(FAMILIES)}")
     names = config.get("architectures") or ARCHITECTURES[kind][:1]
     if names[0] not in ARCHITECTURES[kind]:
-        raise UserError(
-            f"{path}: the entry 'architectures' is {names[0]}, with a head that Megatron does not train; use "
-            f"{' or '.join(ARCHITECTURES[kind])}"
-        )
+        known = " or ".join(ARCHITECTURES[kind])
+        raise UserError(f"{path}: 'architectures' is {names[0]}, whose head Megatron does not train; use {known}")
     try:
         learned = kind in ("gpt2", "megatron-bert")
         model = from_hugging_face(path, None if learned else sequence)
@@ -76,10 +74,9 @@ def read(path: Path, sequence: int | None) -> Found:
         if sequence and sequence > model.sequence:
             raise UserError(f"--seq-length {sequence}: the model has only {model.sequence} positions")
         flags[flags.index("--seq-length") + 1] = str(sequence or min(model.sequence, LONGEST))
-    for flag, entry in (("--hidden-dropout", _DROPOUTS[0]), ("--attention-dropout", _DROPOUTS[1])):
-        rate = next((config[name] for name in entry if name in config), None)
-        if model.dropout and rate is not None and rate != 0.1:
-            flags += [flag, str(rate)]
+    for entry, flag in _DROPOUTS.items():
+        if model.dropout and config.get(entry, 0.1) != 0.1:
+            flags += [flag, str(config[entry])]
     found = Found(kind, model, ARCHITECTURES[kind][0] if kind == "gpt2" else names[0], config, tuple(flags))
     from transformers import AutoConfig
 
@@ -101,7 +98,8 @@ label2id task_specific_params tokenizer_class unsloth* use_cache *_token_id init
 *pdrop summary_* gradient_checkpointing n_inner *sliding_window max_window_layers max_position_embeddings n_positions
 n_ctx head_dim rope_parameters hidden_act activation_function is_llama_config model_max_length output_router_logits
 """.split()
-_DROPOUTS = (("resid_pdrop", "hidden_dropout_prob"), ("attn_pdrop", "attention_probs_dropout_prob"))
+_DROPOUTS = dict.fromkeys(("resid_pdrop", "hidden_dropout_prob"), "--hidden-dropout")
+_DROPOUTS |= dict.fromkeys(("attn_pdrop", "attention_probs_dropout_prob"), "--attention-dropout")
 
 
 def of_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -119,24 +117,13 @@ def of_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return _config(Found(kind, model, ARCHITECTURES[kind][bert and not args.bert_binary_head]))
 
 
-def renamed(found: Found, dtype: str) -> dict[str, Any]:
-    """The entries that transformers 5 renamed, by the new name and the old: older readers would take their defaults."""
-    model, entries = found.model, {"dtype": dtype, "torch_dtype": dtype}
-    if model.experts:
-        entries |= {"num_local_experts": model.experts, "num_experts": model.experts}
-    if found.kind in LLAMAS:
-        rope = _rope(model)
-        old = {name: value for name, value in rope.items() if name != "rope_theta"} | {"type": rope["rope_type"]}
-        entries |= {"rope_parameters": rope, "rope_theta": rope["rope_theta"]}
-        entries["rope_scaling"] = old if model.rope_scaling else None
+def older(model: Model) -> dict[str, Any]:
+    """Entries by the names before transformers 5, which reads them too. Without them older readers take defaults."""
+    entries: dict[str, Any] = {"num_experts": model.experts} if model.experts else {}
+    if model.rotary:
+        scaling = {"rope_type": "llama3", "type": "llama3", "factor": model.rope_factor} | SCALING
+        entries |= {"rope_theta": float(model.rotary_base), "rope_scaling": scaling if model.rope_scaling else None}
     return entries
-
-
-def _rope(model: Model) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(model.rotary_base)}
-    if model.rope_scaling:
-        rope |= {"rope_type": "llama3", "factor": model.rope_factor} | SCALING
-    return rope
 
 
 def _config(found: Found) -> dict[str, Any]:
@@ -148,11 +135,10 @@ def _config(found: Found) -> dict[str, Any]:
     fields: dict[str, Any] = {entry: getattr(model, field) for field, entry in SIZES.items()}
     fields["max_position_embeddings"] = model.sequence
     if found.kind in LLAMAS:
-        fields |= {"num_key_value_heads": model.groups, "head_dim": model.head_size, "rope_parameters": _rope(model)}
+        fields |= {"num_key_value_heads": model.groups, "head_dim": model.head_size} | older(model)
         fields["rms_norm_eps"] = model.norm_epsilon
         if model.experts:
-            fields |= {"num_local_experts": model.experts, "num_experts_per_tok": model.topk}
-            fields["router_aux_loss_coef"] = model.aux_loss
+            fields |= {"num_experts_per_tok": model.topk, "router_aux_loss_coef": model.aux_loss}
         if found.kind == "qwen3_moe":
             fields |= {"moe_intermediate_size": model.expert_ffn, "norm_topk_prob": not model.pre_softmax}
             fields["mlp_only_layers"] = [*range(model.dense)]

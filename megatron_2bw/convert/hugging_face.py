@@ -40,12 +40,11 @@ class Weights:
             with _errors(path), safe_open(path, "pt") as file:
                 for name in sorted({*names, *file.keys()}):
                     part = file.get_slice(name)
-                    if part.get_dtype() not in DTYPES:
-                        raise UserError(
-                            f"{path}: the tensor {name} is of type {part.get_dtype()}: only "
-                            f"{', '.join(DTYPES)} can be imported; save the model in one of them"
-                        )
-                    self.shapes[name], self.dtypes[name] = tuple(part.get_shape()), DTYPES[part.get_dtype()]
+                    kind = part.get_dtype()
+                    if kind not in DTYPES:
+                        known = ", ".join(DTYPES)
+                        raise UserError(f"{path}: the tensor {name} is of type {kind}: only {known} can be imported")
+                    self.shapes[name], self.dtypes[name] = tuple(part.get_shape()), DTYPES[kind]
                     self._files[name] = path
 
     def read(self, name: str) -> torch.Tensor:
@@ -61,9 +60,7 @@ def _files(folder: Path) -> dict[Path, set[str]]:
         return {folder / SINGLE: set()}
     index = folder / INDEX
     if not index.is_file():
-        raise UserError(
-            f"{folder}: there is neither {INDEX} nor {SINGLE}: save the model with transformers' save_pretrained"
-        )
+        raise UserError(f"{folder}: there is neither {INDEX} nor {SINGLE}: save it with transformers' save_pretrained")
     files: dict[Path, set[str]] = {}
     for name, file in json.loads(index.read_text())["weight_map"].items():
         files.setdefault(folder / Path(file).name, set()).add(name)

@@ -40,11 +40,9 @@ from megatron_2bw.flags.rehearsal import OFF, ON_CPU, QUANTISED
 RELEASE = "release"  # Megatron's name for a checkpoint of weights alone
 _WHOLE = ON_CPU | dict(perform_initialization=False, use_distributed_optimizer=False, config_logger_dir="")
 # Of the fields moe_*, those on which outputs depend.
-_ROUTING = (
-    "layer_freq ffn_hidden_size shared_expert_intermediate_size shared_expert_gate router_topk router_num_groups "
-)
-_ROUTING += "router_group_topk router_pre_softmax router_topk_scaling_factor router_score_function latent_size "
-_ROUTING += "router_enable_expert_bias apply_probs_on_input expert_capacity_factor"
+_ROUTING = """layer_freq ffn_hidden_size shared_expert_intermediate_size shared_expert_gate router_topk latent_size
+router_num_groups router_group_topk router_pre_softmax router_topk_scaling_factor router_score_function
+router_enable_expert_bias apply_probs_on_input expert_capacity_factor"""
 # Fields of Megatron's configuration on which no output depends: kernels, memory, precision, initial weights, training.
 _FREE = """
 *fus* *recompute* *offload* *cuda_graph* fp[48]* *bf16* *fp16* *fp32* attention_backend flash_* *init* cp_comm_type

@@ -44,9 +44,14 @@ def import_model(options: argparse.Namespace) -> int:
     with megatron.whole_model(args, "meta") as (_, entries):
         names = [name for name in entries if not name.endswith("_extra_state")]
         sources = {name: [files[source] for source in found.family.sources(name)] for name in names}
-        used = {source for name in names for source in found.family.sources(name)}
-        for unused in sorted(files.keys() - used):
-            _check_unused(found, weights, files, unused, copies.get(unused))
+        for unused in files.keys() - {source for name in names for source in found.family.sources(name)}:
+            original = copies.get(unused)
+            expected = weights.read(files[original]) if original else torch.zeros(1)
+            if not re.fullmatch(found.family.ignored, unused) and (weights.read(files[unused]) != expected).any():
+                raise UserError(
+                    f"the tensor {unused} differs from {original or 0}, but Megatron's model has no place for it: see "
+                    f"{'tie_word_embeddings' if original else 'architectures'} in config.json, or remove the tensor"
+                )
         dtypes = {name: weights.dtypes[sources[name][0]] for name in names}
         options.save.mkdir(parents=True, exist_ok=True)
         if tokenizer:
@@ -87,13 +92,13 @@ def export_model(options: argparse.Namespace) -> int:
             shapes = lambda name: torch.empty(entries[name].data.shape, device="meta")
             _files(found, {name: tuple(part.shape) for name, part in _exported(found, shapes, names)})
             kind = str(next(iter(kinds))).removeprefix("torch.") if len(kinds) == 1 else "float32"
-            write_json(temporary / "config.json", found.content | configs.renamed(found, kind), indent=2)
+            dtype = {"dtype": kind, "torch_dtype": kind}
+            write_json(temporary / "config.json", found.content | configs.older(found.model) | dtype, indent=2)
             read = lambda name: _finite(name, checkpoint.read(entries[name]))
             bar = tqdm(names, unit="tensor", desc="export")
             if alone:
-                adapters.write(
-                    temporary, found, read, [name for name in bar if adapters.of(name) in entries], args, like
-                )
+                adapted = [name for name in bar if adapters.of(name) in entries]
+                adapters.write(temporary, found, read, adapted, args, like)
             else:
                 whole = lambda name: adapters.merged(read, name, args) if adapters.of(name) in entries else read(name)
                 hugging_face.write(temporary, _exported(found, whole, bar))
@@ -146,29 +151,6 @@ def _files(found: configs.Found, shapes: dict[str, tuple[int, ...]]) -> tuple[di
         if held != expected and not spare:
             raise UserError(f"the tensor {name} is {held}; config.json's {found.architecture} has it as {expected}")
     return files, copies
-
-
-def _check_unused(
-    found: configs.Found, weights: hugging_face.Weights, files: dict[str, str], name: str, original: str | None
-) -> None:
-    """UserError if an output depends on the tensor `name`, of which no parameter of Megatron's is made.
-
-    original: the tensor of which it is a copy
-    """
-    if re.fullmatch(found.family.ignored, name):
-        return
-    tensor = weights.read(files[name])
-    if original:
-        if not (tensor == weights.read(files[original])).all():
-            raise UserError(
-                f"the tensor {name} differs from {original}, of which config.json makes it a copy: set "
-                "tie_word_embeddings to false there, or remove the tensor"
-            )
-    elif tensor.any():
-        raise UserError(
-            f"the tensor {name} is not 0, and Megatron's model has none; token types need the binary head of a "
-            "MegatronBertForPreTraining"
-        )
 
 
 def _finite(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -42,13 +42,9 @@ def refusal(args: Args) -> str | None:
 
 
 def prepare_cuda(early: Args) -> None:
-    """Set the number of hardware queues. Call it before anything asks CUDA, which reads the variable when it starts.
-
-    Before Blackwell Megatron needs 1 queue with tensor or context parallelism. It refuses 1 with sharded parameters.
-    """
-    sharded = early.use_megatron_fsdp or early.use_torch_fsdp2
+    """Set the number of hardware queues. Call it before anything asks CUDA, which reads the variable when it starts."""
     divided = early.tensor_model_parallel_size > 1 or early.context_parallel_size > 1
-    if divided and not sharded:
+    if divided and not early.sharded:  # as Megatron asserts before Blackwell
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if early.pipeline_schedule in SCHEDULES:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", SET["CUDA_DEVICE_MAX_CONNECTIONS"])

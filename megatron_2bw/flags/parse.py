@@ -33,8 +33,7 @@ def parse_early(argv: list[str], stop: Stop, task: str = "gpt") -> argparse.Name
     parser = add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
     for flag in ("--tensor-model-parallel-size", "--context-parallel-size"):  # Megatron's
         parser.add_argument(flag, type=int, default=1)
-    for flag in ("--use-megatron-fsdp", "--use-torch-fsdp2"):
-        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--use-megatron-fsdp", "--use-torch-fsdp2", action="store_true", dest="sharded")
     parser.error = stop
     early, _ = parser.parse_known_args(argv)
     early.task = task
@@ -138,12 +137,9 @@ def prepare(parser: argparse.ArgumentParser, early: argparse.Namespace, stop: St
 
 def _hint(word: str, flags: Iterable[str]) -> str:
     """The end of a line about an unknown flag: the nearest flag that is not its opposite and not always refused."""
-    negative = bool(_NEGATIVE.match(word))
-    usable = [flag for flag in flags if bool(_NEGATIVE.match(flag)) == negative and flag not in unsupported.NEVER]
-    return did_you_mean(word, usable, cutoff=0.82)
-
-
-_NEGATIVE = re.compile("--(no[-_]|disable|untie)")
+    no = ("--no-", "--no_", "--disable", "--untie")
+    alike = [flag for flag in flags if flag.startswith(no) == word.startswith(no) and flag not in unsupported.NEVER]
+    return did_you_mean(word, alike, cutoff=0.82)
 
 
 def _not_from_yaml(text: str) -> NoReturn:

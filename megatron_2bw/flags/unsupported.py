@@ -97,10 +97,7 @@ _REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
     # Scripts of Megatron have these. Without a rule a run would train without them and not say so: packed sequences
     # would attend to each other, a BERT have no positions or each rank its whole sequence.
     "script": (
-        (
-            "--hybrid-layer-pattern --hybrid-override-pattern",
-            "of layers, attention (*), MLPs (-), experts (E) are supported",
-        ),
+        ("--hybrid-layer-pattern --hybrid-override-pattern", "attention (*), MLPs (-), experts (E) are supported"),
         (
             "--ckpt-format",
             "Megatron cannot save tied embeddings with --mtp-num-layers on several stages in it; use "

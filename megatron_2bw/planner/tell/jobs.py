@@ -29,10 +29,8 @@ def torchrun_script(cost: Cost, estimate: Estimate) -> str:
     if cluster.servers > 1:  # with the defaults each server would wait for itself
         last = cluster.servers - 1
         usage = f"MASTER_ADDR=HOST NODE_RANK=N ./run.sh [FLAGS]   on each server; HOST is the first, N is 0 to {last}"
-        first = (
-            f"NODE_RANK=${{NODE_RANK:?the number of this server, 0 to {last}}}\n"
-            "MASTER_ADDR=${MASTER_ADDR:?the host name of the first server}"
-        )
+        first = f"NODE_RANK=${{NODE_RANK:?the number of this server, 0 to {last}}}\n"
+        first += "MASTER_ADDR=${MASTER_ADDR:?the host name of the first server}"
     return f"""\
 #!/usr/bin/env bash
 {_about(cost, estimate)}
@@ -120,10 +118,8 @@ def _about(cost: Cost, estimate: Estimate) -> str:
     context = f"{plan.context} context ranks x " if plan.context > 1 else ""
     sizes = f"{plan.tensor} tensor ranks x {context}{plan.depth} stages x {plan.width} pipelines"
     batch = f"{plan.microbatches} microbatches of {plan.microbatch}, global batch {plan.global_batch}"
-    lines = [
-        f"{name} on {cluster.servers} x {where} ({cluster.gpus} GPUs), planned by megatron-2bw plan:",
-        f"{plan.schedule}, {sizes}, {batch}.",
-    ]
+    lines = [f"{name} on {cluster.servers} x {where} ({cluster.gpus} GPUs), planned by megatron-2bw plan:"]
+    lines.append(f"{plan.schedule}, {sizes}, {batch}.")
     for text in training.about(cost, estimate):
         lines += textwrap.wrap(text, 110, break_on_hyphens=False)
     return "\n".join(f"# {line}" for line in lines)
