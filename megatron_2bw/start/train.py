@@ -99,7 +99,7 @@ def _of_file(path: Path, task: str, typed: Sequence[str]) -> tuple[list[str], in
     if not isinstance(content, dict):
         raise UserError(f"{path}: it is neither a plan of megatron-2bw plan --json nor a YAML file of flags")
     if "plans" in content:
-        return _of_plan(path, content, task, typed)
+        return flags_of_plan(path, content, task, typed)
     return flags_of_file(path, content), None
 
 
@@ -114,12 +114,13 @@ def flags_of_file(path: Path, content: dict[str, Any]) -> list[str]:
     return words
 
 
-def _of_plan(path: Path, content: dict[str, Any], task: str, typed: Sequence[str]) -> tuple[list[str], int]:
+def flags_of_plan(path: Path, content: dict[str, Any], task: str, typed: Sequence[str]) -> tuple[list[str], int]:
+    """The flags of a plan's entries, and its number of GPUs."""
     try:
         kind, run, plan = content["model"]["kind"], content["run"], content["plans"][0]
         words = [str(word) for word in (*run["model"], *plan["flags"], *plan["training"])]
         data, save = list(map(str, run["data"])), ["--save-interval", str(plan["save_interval"])]
-        gpus = plan["tensor"] * plan["depth"] * plan["width"]
+        gpus = plan["tensor"] * plan["context"] * plan["depth"] * plan["width"]
     except (LookupError, TypeError):
         raise UserError(f"{path}: it is no plan of this release: make it with megatron-2bw plan --json") from None
     if kind != task:

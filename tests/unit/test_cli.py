@@ -114,6 +114,9 @@ def test_a_plan_is_a_whole_command(plan, capsys):
     for word in (*content["run"]["model"], *content["plans"][0]["flags"], "--two-bw-correction", "--mock-data"):
         assert word in flags
     assert flags.count("--lr") == 1 and flags[flags.index("--lr") + 1] == "1e-3"
+    content["plans"][0] |= dict(tensor=2, context=2, depth=3, width=2)
+    _, ranks = train.flags_of_plan(plan, content, "gpt", [])
+    assert ranks == 24
 
 
 def test_a_yaml_file_holds_megatrons_flags(tmp_path, capsys):
