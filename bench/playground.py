@@ -17,8 +17,7 @@ from urllib.parse import quote
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_2bw.playground import answer
-from scripts.playground import ROOT, build, served
+from scripts.playground import ROOT, answers, build, served
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 READY = "document.querySelector('#curve .chart') && !document.querySelector('#status').textContent"
@@ -26,7 +25,7 @@ READY = "document.querySelector('#curve .chart') && !document.querySelector('#st
 
 def edited() -> str:
     """2BW with a forward too many before stage 0's first backward, as the page's hash has it."""
-    lists = answer({"schedules": ["2bw"], "iterations": 2})["timelines"]["2bw"]["actions"]
+    lists = answers.answer({"schedules": ["2bw"], "iterations": 2})["timelines"]["2bw"]["actions"]
     return ";".join(["2bw", lists[0].replace("B0@0 F4@0", "F4@0 B0@0"), *lists[1:]])
 
 

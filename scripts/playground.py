@@ -24,16 +24,18 @@ from typing import Any
 
 import annotated_types
 
-from megatron_2bw import playground
 from megatron_2bw.errors import Parser, UserError, run_program
 from megatron_2bw.files import write_whole
 from megatron_2bw.timelines.page import script_json, whole
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "docs" / "playground"
+sys.path.insert(0, str(SOURCE))
+import answers  # noqa: E402
+
 PYODIDE = "314.0.7"
 FILES = "pyodide.mjs pyodide.asm.mjs pyodide.asm.wasm python_stdlib.zip pyodide-lock.json".split()
-# What megatron_2bw.playground imports; of other packages one without any dependency.
+# What answers.py imports; of other packages one without any dependency.
 PACKAGE = ("*.py", "schedules/*.py", "timelines/*.py", "models/*.py", "planner/**/*.py")
 OTHER = Path(annotated_types.__file__)
 SIZES = [{"stages": d, "microbatches": m} for d in (2, 4, 8) for m in (4, 8, 16)]
@@ -48,10 +50,10 @@ def key(request: dict[str, Any]) -> str:
 
 def grid(sizes: dict[str, Any]) -> dict[str, Any]:
     """The answers for all schedules with these parameters, by key. Defaults and the schedules are not in a key."""
-    defaults = vars(playground.Parameters())
+    defaults = vars(answers.Parameters())
     given = {name: value for name, value in sizes.items() if name != "schedules" and value != defaults[name]}
-    every = {"schedules": list(playground.SCHEDULES)}
-    return {key(asked | given): playground.answer(asked | given | every) for asked in ASKED}
+    every = {"schedules": list(answers.SCHEDULES)}
+    return {key(asked | given): answers.answer(asked | given | every) for asked in ASKED}
 
 
 def build(out: Path) -> None:
@@ -71,11 +73,12 @@ def build(out: Path) -> None:
 
 
 def archive(path: Path) -> None:
-    """The package's modules, as they are."""
+    """answers.py and the package's modules, as they are."""
     package = ROOT / "megatron_2bw"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         for module in sorted({module for pattern in PACKAGE for module in package.glob(pattern)}):
             file.write(module, module.relative_to(ROOT))
+        file.write(SOURCE / "answers.py", "answers.py")
         file.write(OTHER, OTHER.relative_to(OTHER.parents[1]))
 
 

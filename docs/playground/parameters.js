@@ -1,5 +1,5 @@
 // The parameters of the page: their fields in the form, and their place in the URL's hash.
-// Ranges and meanings are checked in Python (megatron_2bw/playground.py), which answers with a line.
+// Ranges and meanings are checked in Python (answers.py), which answers with a line.
 
 export const SCHEDULES = {
   "2bw": "2BW",

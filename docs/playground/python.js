@@ -1,13 +1,13 @@
-// Answers of megatron_2bw/playground.py: from the precomputed grid, or from Python in a worker, which starts when needed.
+// Answers of answers.py: from the precomputed grid, or from Python in a worker, which starts when needed.
 
-/** The package's `answer` in a Pyodide that `loadPyodide` makes; archive: the zipped package. Also for node. */
+/** The `answer` of answers.py in a Pyodide that `loadPyodide` makes; archive: the zipped package. Also for node. */
 export async function start(loadPyodide, options, archive) {
   const pyodide = await loadPyodide(options);
   pyodide.unpackArchive(archive, "zip");
   const answer = pyodide.runPython(`
 import gc, json
 gc.set_threshold(100000)  # a timeline is many small tuples, and no cycle
-from megatron_2bw.playground import answer
+from answers import answer
 lambda text: json.dumps(answer(json.loads(text)))
 `);
   return (request) => answer(JSON.stringify(request));

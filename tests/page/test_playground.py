@@ -20,9 +20,9 @@ from megatron_2bw.models import cluster, model
 from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.tell import report
-from megatron_2bw.playground import SCHEDULES, answer
 from megatron_2bw.schedules import Shape
 from megatron_2bw.timelines.trace import merge
+from scripts.playground import answers
 from tests.unit.test_trace import write
 
 pytestmark = pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
@@ -79,7 +79,7 @@ def drawn(random_: random.Random) -> dict:
     given |= {"gpipe_round": random_.randint(1, 9), "sync_iterations": random_.randint(0, 3)}
     given["microbatch"] = pick([1, 4])
     given |= {"model": pick(["gpt-2.2b", "bert-48", "llama-8b"]), "recompute": pick(["none", "selective", "full"])}
-    given["schedules"] = random_.sample(list(SCHEDULES), 3)
+    given["schedules"] = random_.sample(list(answers.SCHEDULES), 3)
     more = pick(
         [{"ask": "timelines"}, {"ask": "figures"}, {"ask": "trace"}, {"ask": "check", "lists": ["F0@0 B0@0"] * d}]
     )
@@ -94,7 +94,7 @@ def test_pyodide_answers_as_cpython_does(built, tmp_path):
     script = [Path(__file__).parent / "parity.mjs", built, tmp_path / "requests.json", tmp_path / "answers.json"]
     subprocess.run(["node", *map(str, script)], check=True)
     found = json.loads((tmp_path / "answers.json").read_text())
-    expected = [json.dumps(answer(request)) for request in requests]
+    expected = [json.dumps(answers.answer(request)) for request in requests]
     assert [one for one, other in zip(requests, zip(found, expected)) if other[0] != other[1]] == []
     errors = sum('"error"' in text for text in expected)
     assert len(found) == 200 and errors < 150
@@ -142,7 +142,7 @@ def test_free_parameters_are_computed_and_the_link_can_be_shared(page, served):
     page.press("[name=stages]", "Enter")
     page.check("[value=gpipe]")
     page.wait_for_function("document.querySelectorAll('#figures tbody tr').length === 3")
-    expected = answer({"ask": "figures", "stages": 5, "schedules": ["gpipe"]})["figures"]["gpipe"]
+    expected = answers.answer({"ask": "figures", "stages": 5, "schedules": ["gpipe"]})["figures"]["gpipe"]
     assert page.inner_text("#figures tbody tr:last-child td:nth-child(2)") == f"{100 * expected['bubble']:.1f} %"
     link = page.url
     assert "stages=5" in link and "gpipe" in link
@@ -203,7 +203,7 @@ def test_exports(page, served):
     svg = saved("SVG").decode()
     assert svg.startswith("<svg") and len(re.findall("<rect", svg)) > 2 * 2 * 4 * 24
     trace = json.loads(saved("Perfetto trace of 2BW"))
-    assert trace == answer({"ask": "trace", "schedules": ["2bw"]})
+    assert trace == answers.answer({"ask": "trace", "schedules": ["2bw"]})
     page.click("summary:has-text('command line of 2BW')")
     assert page.inner_text("#export pre").startswith("megatron-2bw train gpt ")
 

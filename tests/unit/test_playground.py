@@ -14,12 +14,11 @@ from megatron_2bw.flags.early import mistake
 from megatron_2bw.models.model import preset
 from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.memory import Memory
-from megatron_2bw.playground import SCHEDULES, answer
 from megatron_2bw.schedules import SCHEDULES as EXECUTED
 from megatron_2bw.schedules import Shape, TwoBW, parse, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
 from megatron_2bw.timelines.simulator import Times, by_stage, iteration_time, makespan, simulate
-from scripts.playground import archive
+from scripts.playground import answers, archive
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")  # it makes the table of Megatron's flags
 
@@ -27,12 +26,12 @@ SLOW = {"stages": 4, "microbatches": 8, "forward": [1, 1, 3, 1], "transfer": [0.
 
 
 def of(ask: str, name: str, **given) -> dict:
-    found = answer({"ask": ask, "schedules": [name], **given})
+    found = answers.answer({"ask": ask, "schedules": [name], **given})
     assert json.loads(json.dumps(found, allow_nan=False)) == found  # plain JSON, also after a round trip
     return found[ask][name]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", answers.SCHEDULES)
 def test_a_timeline_is_the_simulators(name):
     found = of("timelines", name, **SLOW)
     times = Times([1, 1, 3, 1], 2, transfer=[0.5, 2, 0.5, 2], occupied=[0.5, 2, 0.5, 2], reduce=1, step=2)
@@ -62,7 +61,7 @@ def test_figures_are_those_of_simulator_and_planner(name):
     assert found["bytes"] == [vars(stage) for stage in Memory(preset("gpt-2.2b"), "fp16", True).stages(plan)]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", answers.SCHEDULES)
 def test_the_command_line_is_legal(name):
     command = of("figures", name, extra_warmup=[1, 0, 2], microbatches=8)["command"].split()
     assert command[:3] == ["megatron-2bw", "train", "gpt"]
@@ -73,7 +72,7 @@ def test_the_archive_needs_no_other_package(tmp_path):
     """In Pyodide there is nothing else."""
     path = tmp_path / "package.zip"
     archive(path)
-    code = f"import sys; sys.path.insert(0, {str(path)!r}); from megatron_2bw.playground import answer"
+    code = f"import sys; sys.path.insert(0, {str(path)!r}); from answers import answer"
     code += "; print(answer({'ask': 'figures'})['figures']['2bw']['seconds'])"
     run = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False)
     assert run.stdout == "24.0\n", run.stderr
@@ -82,7 +81,7 @@ def test_the_archive_needs_no_other_package(tmp_path):
 times = st.sampled_from([0, 0.25, 0.5, 1, 1.7, 3])
 some = st.fixed_dictionaries(
     {
-        "schedules": st.sampled_from([[name] for name in SCHEDULES]),
+        "schedules": st.sampled_from([[name] for name in answers.SCHEDULES]),
         "microbatches": st.sampled_from([8, 12]),
         "forward": st.lists(times.filter(bool), min_size=4, max_size=4),
         "transfer": st.lists(times, min_size=3, max_size=3),
@@ -102,7 +101,7 @@ some = st.fixed_dictionaries(
 def test_causes_explain_all_idle_time(given):
     """A stage's idle time is in its waits; each ends as what it names arrives; the critical path has no gap."""
     (name,) = given["schedules"]
-    found = answer({"iterations": 2, **given})["timelines"][name]
+    found = answers.answer({"iterations": 2, **given})["timelines"][name]
     starts, ends, small = found["starts"], found["ends"], 1e-6
 
     def transfer_of(stage: int, other: int) -> float:

@@ -1,4 +1,4 @@
-// A timeline from its JSON (megatron_2bw/playground.py): its events, its drawing, and the event at a point.
+// A timeline from its JSON (docs/playground/answers.py): its events, its drawing, and the event at a point.
 // Nothing here computes a start or an end.
 
 export const LEFT = 62; // pixels of the stages' names
