@@ -22,7 +22,6 @@ from megatron_2bw.models import inputs
 from megatron_2bw.models.cluster import INFINIBAND, network
 from megatron_2bw.models.cluster import PRESETS as CLUSTERS
 from megatron_2bw.planner import tools
-from megatron_2bw.planner.cost.closed_form import ClosedForm
 from megatron_2bw.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.planner.find import advice
 from megatron_2bw.planner.find.legality import PRECISIONS
@@ -33,7 +32,6 @@ from megatron_2bw.planner.tell import explain, jobs, json_out, rejections, repor
 from megatron_2bw.schedules import SCHEDULE_NAMES
 from megatron_2bw.words import expand_files
 
-COSTS = {"simulation": Cost, "closed-form": ClosedForm}
 EXAMPLE = "megatron-2bw plan --model gpt-2.2b --cluster p3.16xlarge --servers 8 --max-global-batch-size 512"
 
 
@@ -104,8 +102,6 @@ def _parser(prog: str) -> Parser:
     add("--adam", choices=("fused", "torch"), help=adam)
     margin = "share of the memory that stays free (default: what CUDA, NCCL and fragmentation take)"
     add("--memory-margin", type=float, metavar="SHARE", help=margin)
-    form = "closed-form: the paper's Appendix A, with all bytes of a parameter"
-    add("--cost", choices=COSTS, default="simulation", help=form)
     add("--top", type=whole(1), default=8, metavar="K", help="number of plans (default: 8)")
 
     add = parser.add_argument_group("files").add_argument
@@ -130,13 +126,12 @@ def prepare(options: argparse.Namespace) -> tuple[Cost, Space]:
     if not 0 <= (options.memory_margin or 0) < 1:
         raise UserError(f"--memory-margin {options.memory_margin:g}: give a share, from 0 to less than 1")
     spare = advice.SPARE if options.memory_margin is None else 0.0
-    cost = COSTS[options.cost](model, cluster, precision, flash, options.memory_margin, spare=spare)
+    cost = Cost(model, cluster, precision, flash, options.memory_margin, spare=spare)
     if options.adam or not (profile or cost.memory.flash):
         cost.memory.torch_adam = not on_cpu and options.adam != "fused"
     if max(options.context or (1,)) > 1 and not cost.memory.flash:
         raise UserError("--context-parallel-size needs flash attention, of Transformer Engine on GPUs: leave it out")
     chosen = {field.name: getattr(options, field.name) for field in fields(Space) if hasattr(options, field.name)}
-    chosen["host"] = options.host and options.cost == "simulation"  # the closed form has no step
     chosen |= {"sequence_parallel": options.sequence_parallel and not on_cpu, "context": options.context or (1,)}
     return cost, Space(**chosen)
 

@@ -137,8 +137,6 @@ def test_further_choices(plans, write, tmp_path):
     ahead = (TINY, words, "--cluster", write(DESCRIBED | slow))
     assert any(plan["extra_warmup"] for plan in plans(*ahead))
     assert not any(plan["extra_warmup"] for plan in plans(*ahead, "--no-extra-warmup"))
-    closed, simulated = (plans(TINY, FOUR, "--cost", name)[0]["seconds"] for name in ("closed-form", "simulation"))
-    assert closed != simulated
 
 
 def test_gpus_stay_idle_where_fewer_are_faster(call):

@@ -13,12 +13,10 @@ from megatron_2bw.models.cluster import Cluster, Device, Link
 from megatron_2bw.models.model import Model
 from megatron_2bw.models.plan import RECOMPUTE, Plan
 from megatron_2bw.models.profile import BlockTime, Profile
-from megatron_2bw.planner.cost.closed_form import ClosedForm
 from megatron_2bw.planner.cost.compute import FILL, Compute, Work
 from megatron_2bw.planner.cost.links import START, Group, all_reduce, all_to_all, half, layout, message
 from megatron_2bw.planner.cost.memory import LINK, PAIR
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.timelines.simulator import Times
 from tests.unit.test_planner_search import SCHEDULED, planned, property_of
 
 GPT = Model("gpt", 8, 1024, 16, vocab=50304, sequence=512)
@@ -399,13 +397,12 @@ def test_the_bubble_of_a_flush_by_hand():
     assert bubble() == 0
 
 
-@pytest.mark.parametrize("kind", [Cost, ClosedForm])
 @pytest.mark.parametrize("microbatches", [2, 7, 16, 64])
-def test_the_round_of_gpipe_is_the_smallest_with_the_fewest_rounds_that_fit(kind, microbatches):
+def test_the_round_of_gpipe_is_the_smallest_with_the_fewest_rounds_that_fit(microbatches):
     plan = replace(PLAN, schedule="gpipe", microbatches=microbatches)
     plans = [replace(plan, gpipe_round=size) for size in range(1, microbatches + 1)]
     for most in (0, 1, 3, microbatches // 2, microbatches - 1, microbatches):
-        cost = kind(GPT, CLUSTER, flash=True)
+        cost = Cost(GPT, CLUSTER, flash=True)
         cost.fits = lambda given, most=most: (given.gpipe_round or given.microbatches) <= most
         fitting = [given for given in plans if cost.fits(given)]
         found = cost.gpipe_round(plan)
@@ -462,65 +459,6 @@ def test_torchs_adam_is_known_from_the_profile():
         profile = replace(PROFILE, optimizer=f"Megatron's Float16OptimizerWithFloat16Params with {optimizer} Adam")
         assert Cost(GPT, replace(CLUSTER, profile=profile, device=device)).memory.torch_adam == counted
     assert not Cost(GPT, CLUSTER).memory.torch_adam
-
-
-# --- the paper's closed forms ----------------------------------------------------------------------------------------
-
-
-def closed(plan: Plan, works: list[tuple[float, float]], transfer: float, reduce: float) -> float:
-    """Seconds of an iteration by a closed form, from the times of its parts, to which its split sums."""
-    form = ClosedForm(replace(GPT, layers=12), CLUSTER)
-    form.stages = lambda plan: [Work(*work) for work in works]
-    form.times = lambda plan: Times(1.0, 2.0, transfer=transfer, reduce=reduce)
-    estimate = form.estimate(plan)
-    assert min(astuple(estimate.split)) >= 0
-    assert sum(astuple(estimate.split)) == pytest.approx(estimate.seconds, rel=1e-9)
-    return estimate.seconds
-
-
-WORKS = [(1.0, 2.0), (1.0, 3.0), (1.0, 2.0)]
-THREE = Plan(1, 3, 2, 1, 6)
-
-
-@pytest.mark.parametrize(
-    "transfer, reduce, schedule, expected",
-    [
-        (9.0, 0.0, "2bw", 6 * (4.0 + 2 * 2 * 9.0)),  # a sum; max(compute, messages), as printed, would be 6 · 36
-        (0.0, 20.0, "2bw", 6 * 4.0),  # a sixth of the exchange a microbatch; all of it, as printed, would be 6 · 20
-        (0.0, 30.0, "2bw", 30.0),  # once 30/6 is more than 4
-        (0.0, 30.0, "pipedream-flush", (6 + 2) * 5.0),
-        (0.0, 0.0, "gpipe", (6 + 2 * 2) * 4.0),  # two rounds
-        (0.5, 0.0, "no-pipelining", 6 * (10.0 + 2 * 4 * 0.5)),
-        (0.0, 21.0, "no-pipelining", 6 * (3.5 + 4.0 + 3.5)),  # each stage's own maximum
-    ],
-)
-def test_appendix_a_by_hand(transfer, reduce, schedule, expected):
-    plan = replace(THREE, schedule=schedule, gpipe_round=3 if schedule == "gpipe" else None)
-    assert closed(plan, WORKS, transfer, reduce) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("extra, expected", [((0, 0), 8.0), ((1, 0), 6.0), ((0, 1), 6.0), ((1,), 4.0), ((2, 2), 4.0)])
-def test_extra_warmup_in_the_closed_forms(extra, expected):
-    """Each boundary adds 2 to the stage between them; one forward ahead hides up to 4, the slowest stage's time."""
-    assert closed(replace(THREE, extra_warmup=extra), WORKS, 1.0, 0.0) == pytest.approx(6 * expected)
-
-
-def test_closed_memory_by_hand():
-    """2|W|/d + d·|A|/d + d·|A_in|, and with recompute 2|W|/d + |A|/d + d·|A_in|; gradients and optimizer beside."""
-    form = ClosedForm(GPT, CLUSTER, flash=False)
-    tokens, h, parameters = 2 * 512, 1024, GPT.parameters() / 4
-    layers = 2 * tokens * h * (34 + 5 * 16 * 512 / h)  # of one stage and microbatch
-    for recompute, microbatches in (("none", 4), ("full", 1)):
-        estimate = form.estimate(replace(PLAN, recompute=recompute))
-        assert len(estimate.memory) == 4 and len(set(estimate.memory)) == 1
-        stage = estimate.memory[0]
-        held = stage.weights, stage.gradients, stage.optimizer
-        assert held == pytest.approx((4 * parameters, 8 * parameters, 12 * parameters))
-        assert stage.activations == pytest.approx(microbatches * layers + 4 * 2 * tokens * h)
-        assert form.fits(PLAN) and estimate.headroom == form.capacity - stage.total
-    one = form.estimate(replace(PLAN, gradient_slots=1)).memory[0]
-    flush = form.estimate(replace(PLAN, schedule="pipedream-flush")).memory[0]
-    assert one.gradients == pytest.approx(4 * parameters) and flush.weights == pytest.approx(2 * parameters)
 
 
 # --- context parallelism ---------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from megatron_2bw.models import cluster, model
 from megatron_2bw.models.cluster import Cluster, Device, Link
 from megatron_2bw.models.model import Model
 from megatron_2bw.models.plan import RECOMPUTE, Plan
-from megatron_2bw.planner.cost.closed_form import ClosedForm
 from megatron_2bw.planner.cost.links import layout
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.find.legality import violations
@@ -425,10 +424,9 @@ def test_bounds(case):
 
 
 @property_of(100)
-@given(st.sampled_from([Cost, ClosedForm]), planned(st.sampled_from([("2bw", 2, 1), ("2bw", 1, 1)]), ahead=True))
-def test_the_bound_with_any_extra_warmup(kind, case):
+@given(planned(st.sampled_from([("2bw", 2, 1), ("2bw", 1, 1)]), ahead=True))
+def test_the_bound_with_any_extra_warmup(case):
     cost, plan = case
-    cost = kind(cost.model, cost.cluster, cost.precision)
     bound = cost.bound_ahead(replace(plan, extra_warmup=()))
     assert bound is None or bound <= cost.lower_bound(plan) * (1 + 1e-9)
 

@@ -129,8 +129,6 @@ class Cost:
                     a message as others do
     """
 
-    method = "simulation"
-
     def __init__(
         self,
         model: Model,
@@ -314,15 +312,14 @@ class Cost:
 
     def bound_ahead(self, plan: Plan) -> float | None:
         """As `lower_bound`, for the plan with any extra warm-up; None if that would hide too little."""
-        return self._hidden(plan) if plan.schedule == "2bw" and self._is_slow(plan) else None
+        if plan.schedule != "2bw" or not self._is_slow(plan):
+            return None
+        return lower_bound(plan, replace(self.times(plan), transfer=0.0))
 
     @by_fields(*STAGES)
     def _is_slow(self, plan: Plan) -> bool:
         """Whether 2bw's messages take long enough to be hidden."""
         return next(self._warmups(plan), None) is not None
-
-    def _hidden(self, plan: Plan) -> float:
-        return lower_bound(plan, replace(self.times(plan), transfer=0.0))
 
     def extra_warmup(self, plan: Plan) -> tuple[int, ...]:
         """The extra warm-up of 2bw that hides the plan's messages, or as much of them as batch and memory allow.

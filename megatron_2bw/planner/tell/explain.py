@@ -159,7 +159,7 @@ def table(result: Result) -> str:
     return "\n".join(
         [
             f"Plans for {cost.model.name} on {gpus(cost)}, fastest first, ties by simplicity (ESTIMATED)",
-            f"{cost.precision}, sequences of {cost.model.sequence}, {attention}, times by {cost.method}.",
+            f"{cost.precision}, sequences of {cost.model.sequence}, {attention}.",
             *aligned([PLAN_COLUMNS, *plans], {1, 8, 9, 10, 11}),
             *LEGEND,
             *[ties] * (result.ties > 1),

@@ -27,7 +27,6 @@ def as_json(result: Result) -> dict[str, Any]:
         "plans": [_estimate(cost, estimate) for estimate in result.estimates],
         "tight": [_estimate(cost, estimate) for estimate in result.tight],
         "rejected": dict(search.rejected),
-        "cost": cost.method,
         "too_large": {
             "count": len(search.too_large),
             "fastest": next((_estimate(cost, cost.estimate(plan)) for plan in search.too_large), None),
