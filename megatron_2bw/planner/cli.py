@@ -37,8 +37,7 @@ EXAMPLE = "megatron-2bw plan --model gpt-2.2b --cluster p3.16xlarge --servers 8 
 
 def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw plan") -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    commands = {"plan": run_plan, "profile": run_profile}
-    commands |= {"simulate": tools.run_simulate, "calibrate": tools.run_calibrate}
+    commands = {"plan": run_plan, "profile": run_profile, "calibrate": tools.run_calibrate}
     name = words.pop(0) if words and words[0] in commands else "plan"
     prog += "" if name == "plan" else f" {name}"
     try:
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw plan") -> 
 
 def _parser(prog: str) -> Parser:
     """The choices have the names of Space's fields."""
-    others = "Other commands: profile, simulate, calibrate (megatron-2bw plan COMMAND --help)."
+    others = "Other commands: profile, calibrate (megatron-2bw plan COMMAND --help)."
     description = f"The fastest configuration that fits. Example: {EXAMPLE}"
     parser = Parser(prog=prog, description=description, epilog=others, allow_abbrev=False)
     inputs.add_model_flags(parser)

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_2bw.errors import UserError
 from megatron_2bw.models import cluster as clusters
 from megatron_2bw.models.cluster import Cluster, Device, Link
 from megatron_2bw.models.cluster_file import from_yaml, to_yaml
 from megatron_2bw.models.profile import BlockTime
 from megatron_2bw.planner.cli import main
 from megatron_2bw.planner.find.advice import SPARE
+from megatron_2bw.planner.tools import run_simulate
 from tests.unit.test_planner_profile import PROFILE as MEASURED
 
 TINY = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 1000"
@@ -236,12 +238,10 @@ P3 = "--cluster p3.16xlarge --max-global-batch-size 64"
         (f"{MODEL} {P3} --gpus-per-server 9", "--gpus-per-server"),
         (f"{MODEL} {P3} --gradient-slots 2,3", "--gradient-slots"),
         (f"{MODEL} {P3} --cluster 8xa10 --precision fp32 --context-parallel-size 2", "--context-parallel-size"),
-        ("simulate --schedule 2bw --stages 4 --microbatches 3", "--microbatches"),
-        ("simulate --schedule 2bw --stages 4 --microbatches 8 --extra-warmup 1,1", "--extra-warmup"),
     ],
 )
 def test_bad_flags(words, flag, call):
-    refused(call(words), flag, command=" simulate" if words.startswith("simulate") else "")
+    refused(call(words), flag)
 
 
 def changed(**parts) -> dict:
@@ -324,15 +324,26 @@ def test_servers_of_different_gpus(call, write, tmp_path):
 
 # --- simulate and calibrate ------------------------------------------------------------------------------------------
 
-SIMULATE = "simulate --schedule 2bw --stages 4 --microbatches 4"
+
+def simulated(capsys, *words: str) -> list[str]:
+    """The lines that `megatron-2bw simulate` prints."""
+    given = "--schedule 2bw --stages 4 --microbatches 4".split()
+    assert run_simulate([*given, *words], "megatron-2bw simulate") == 0
+    return capsys.readouterr().out.splitlines()
 
 
-def test_a_schedule_is_drawn(call, tmp_path):
-    ended = call(SIMULATE, "--out", tmp_path / "timeline.png")
-    assert ended.status == 0 and ended.errors == [] and (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    assert ended.out.startswith("2bw, 4 stages, 4 microbatches a batch\n") and "W(v)" not in ended.out
-    narrow = call(SIMULATE, "--columns 40 --versions").out
-    assert "W(v)" in narrow and max(len(line) for line in narrow.splitlines() if line.startswith("stage")) <= 40
+def test_a_schedule_is_drawn(capsys, tmp_path):
+    lines = simulated(capsys, "--out", str(tmp_path / "timeline.png"))
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert lines[0] == "2bw, 4 stages, 4 microbatches a batch" and "W(v)" not in "".join(lines)
+    narrow = simulated(capsys, "--columns", "40", "--versions")
+    assert "W(v)" in "".join(narrow) and max(len(line) for line in narrow if line.startswith("stage")) <= 40
+
+
+@pytest.mark.parametrize("words", ["--microbatches 3", "--extra-warmup 1,1"])
+def test_what_a_schedule_cannot_have_is_refused(words, capsys):
+    with pytest.raises(UserError, match=words.split()[0]):
+        simulated(capsys, *words.split())
 
 
 @pytest.mark.parametrize(
@@ -345,8 +356,8 @@ def test_a_schedule_is_drawn(call, tmp_path):
         ("--microbatches 8 --transfer 0.5 --extra-warmup 0,1,0", "28"),  # of (2 3 + 2 0.5) / 2
     ],
 )
-def test_the_time_of_an_iteration(words, seconds, call):
-    assert call(SIMULATE, words).out.splitlines()[-1] == f"an iteration takes {seconds}"
+def test_the_time_of_an_iteration(words, seconds, capsys):
+    assert simulated(capsys, *words.split())[-1] == f"an iteration takes {seconds}"
 
 
 RUNS = """layers,hidden,heads,sequence,tensor,depth,width,microbatch,global_batch,seconds
