@@ -77,7 +77,6 @@ def run_calibrate(words: list[str], prog: str) -> int:
     rows = "rows to fit, spread over the file (default: 20; all of logs); the others are predicted. 0 fits none"
     add("--rows", type=int, help=rows)
     add("--out", type=Path, metavar="FILE.yaml", help="the fitted cluster")
-    add("--predictions", type=Path, metavar="FILE.csv", help="the runs with their predicted seconds")
     options = parser.parse_args(words)
     cluster = replace(named_cluster(options.cluster), profile=None)  # the fit is of estimates, not of measured times
     runs = measured.read(options.runs)
@@ -106,6 +105,4 @@ def run_calibrate(words: list[str], prog: str) -> int:
             print(f"{what}: {sum(map(abs, errors)) / len(errors):.1%}, at most {max(map(abs, errors)):.1%}")
     if options.out:
         to_yaml(replace(cluster, name=f"{cluster.name}, calibrated"), options.out)
-    if options.predictions:
-        measured.write_predictions(runs, predicted, options.predictions)
     return 0

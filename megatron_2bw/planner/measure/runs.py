@@ -9,13 +9,12 @@ import csv
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from megatron_2bw import run_log
 from megatron_2bw.errors import UserError, file_errors
-from megatron_2bw.files import write_csv
 from megatron_2bw.flags.unsupported import layout_stages
 from megatron_2bw.models import model as models
 from megatron_2bw.models import plan as plans
@@ -37,7 +36,6 @@ class Run:
     """A measured run: seconds per iteration of a model's plan, on the plan's number of GPUs.
 
     memory  GiB that torch allocated on the heaviest stage's GPUs at most; 0 if unknown
-    row     its cells as a table's row
     """
 
     model: Model
@@ -46,7 +44,6 @@ class Run:
     precision: str = "bf16"
     flash: bool = False
     memory: float = 0.0
-    row: Mapping[str, object] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -115,7 +112,7 @@ def _run(row: Mapping[str, Any], where: str) -> Run:
             raise UserError(cause)
     except UserError as error:
         raise UserError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from None
-    return Run(model, plan, rest.seconds, rest.precision, rest.flash, rest.memory_gib, row)
+    return Run(model, plan, rest.seconds, rest.precision, rest.flash, rest.memory_gib)
 
 
 def _typed(cell: str, kind: str) -> Any:
@@ -123,15 +120,6 @@ def _typed(cell: str, kind: str) -> Any:
     if kind == "tuple[int, ...]":
         return cell.split() if cell.strip("0 ") else []
     return int(cell) if kind == "int | str" and cell.isdigit() else cell
-
-
-def write_predictions(runs: Sequence[Run], predicted: Sequence[float], path: Path) -> None:
-    """Write the rows of `runs` with a column predicted_seconds."""
-    empty = dict.fromkeys((name for run in runs for name in run.row), "")
-    rows = [empty | run.row | {"predicted_seconds": f"{seconds:.6g}"} for run, seconds in zip(runs, predicted)]
-    with file_errors(f"--predictions {path}"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_csv(path, rows)
 
 
 # --- logs ------------------------------------------------------------------------------------------------------------
