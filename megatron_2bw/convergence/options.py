@@ -44,11 +44,6 @@ VARIANTS = {
     "2bw": "--pipeline-schedule 2bw",
     "2bw+auto": "--pipeline-schedule 2bw --two-bw-correction auto",
 }
-RECIPES = {  # 0.5 million tokens a batch, for one process on a GPU; a save every few minutes
-    "gpt2-124m": "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --train-iters 2000 "
-    "--max-position-embeddings 1024 --micro-batch-size 16 --global-batch-size 512 --lr-warmup-iters 200 --bf16 "
-    "--log-interval 10 --eval-interval 201 --save-interval 100"
-}
 PROG = "megatron-2bw convergence"
 
 
@@ -97,7 +92,6 @@ def parse(argv: Sequence[str], prog: str = PROG) -> argparse.Namespace:
     option("--variant", action="append", default=[], metavar="LABEL=FLAGS", help=labelled)
     option("--seeds", type=numbers, default="1234", metavar="N,...", help="default: %(default)s")
     option("--lr", type=_numbers, default=("3e-4",), metavar="RATE,...", help="learning rates (default: 3e-4)")
-    option("--recipe", choices=[*RECIPES], help="Megatron's flags of a larger study; those after -- override them")
     option("--ranks", type=whole(1), default=1, metavar="N", help="processes of a run, as Megatron's flags divide them")
     option("--jobs", type=whole(1), default=1, metavar="J", help="concurrent runs (default: 1)")
     option("--device", choices=("auto", "cpu", "cuda"), default="auto", help="as the entry script's")
@@ -106,7 +100,6 @@ def parse(argv: Sequence[str], prog: str = PROG) -> argparse.Namespace:
     option("--out", type=Path, metavar="DIR", help="default: out/convergence/NAME")
     option("--no-defaults", action="store_true", help="only Megatron's flags after --, none of this script's own")
     options = parser.parse_args(own)
-    flags = [*RECIPES.get(options.recipe, "").split(), *flags]
     megatron = Parser(prog=prog, add_help=False, allow_abbrev=False)
     megatron.add_argument("--train-iters", type=whole(1), required=options.no_defaults, default=ITERATIONS)
     megatron.add_argument("--seq-length", default=str(SEQUENCE))
