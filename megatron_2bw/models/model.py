@@ -138,11 +138,6 @@ class Model(Described):
         layers = self.dense * first + (self.layers - self.dense) * each
         return layers + self.embedding_parameters() + self.output_parameters() - twice
 
-    def active_parameters(self) -> float:
-        """Those that a token uses."""
-        unused = self.expert_parameters() * (1 - self.topk / self.experts) if self.experts else 0.0
-        return self.parameters() - (self.layers - self.dense) * unused
-
     def layer_flops(self, microbatch: float, tensor: int = 1) -> tuple[float, float]:
         """(matrices, attention scores) of one layer's forward on `microbatch` samples, on one of `tensor` ranks.
 
