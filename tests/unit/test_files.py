@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from megatron_2bw.errors import UserError
-from megatron_2bw.files import read_yaml, set_aside, write_json, write_whole
+from megatron_2bw.files import set_aside, write_json, write_whole
 
 
 @pytest.mark.parametrize("content", ["grüße\n", "grüße\n".encode()])
@@ -37,21 +36,6 @@ def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(fails, tmp_p
 def test_json_has_null_for_what_is_not_finite(tmp_path):
     write_json(tmp_path / "a.json", {"a": [1.5, float("nan"), (float("inf"), 1)]}, indent=None)
     assert (tmp_path / "a.json").read_text() == '{"a": [1.5, null, [null, 1]]}\n'
-
-
-@pytest.mark.parametrize(
-    "ending, text, said",
-    [
-        ("yaml", "a: &a {b: *a}\n", "has an alias"),  # it holds itself
-        ("json", "[" * 20_000, "too many brackets"),
-        ("yaml", "#" * (2**18 + 1), "has more than"),
-    ],
-)
-def test_settings_that_would_fill_the_memory_end_in_a_line(ending, text, said, tmp_path):
-    path = tmp_path / f"a.{ending}"
-    path.write_text(text)
-    with pytest.raises(UserError, match=f"^--cluster {path}: [^\n]*{said}"):
-        read_yaml(path, "--cluster")
 
 
 def test_what_is_set_aside_keeps_its_name_with_a_number(tmp_path):
