@@ -1,24 +1,21 @@
 """The files of --two-bw-trace: when each action of a stage ran and how long it waited before.
 
 Each rank appends its events to its own file, in Chrome's JSON array format. The closing bracket may be missing, so the
-trace of a killed run opens. `merge` joins the files of the stages and draws them, `summary` adds them up.
+trace of a killed run opens. `merge` joins the files of the stages and draws them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import statistics
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from megatron_2bw.errors import Parser, UserError, run_program
 from megatron_2bw.files import write_whole
-from megatron_2bw.schedules import REDUCE, STEP, B, F, W, parse
+from megatron_2bw.schedules import B, F, W, parse
 from megatron_2bw.timelines import measured
 from megatron_2bw.timelines.simulator import Event
 from megatron_2bw.timelines.waits import cut
@@ -131,43 +128,6 @@ def _files(directory: Path) -> list[list[dict[str, Any]]]:
     return [read(file) for file in files]
 
 
-def summary(directory: Path) -> list[str]:
-    """Lines: the time of an iteration, and how each stage spends its time, in the steady state.
-
-    That is from the first batch's reduction to the last but one's: without the fill and the drain of the pipeline.
-    Shares are means over the pipelines. Raises as `merge` does, and UserError without three batches.
-    """
-    lanes = [timed(events) for events in _files(directory)]
-    ends = [{event.action.batch: event.end for event in own if event.action.kind == REDUCE} for own in lanes]
-    batches = sorted(set.intersection(*map(set, ends)))[:-1]
-    if len(batches) < 2:
-        raise UserError(f"{directory}: --summary needs three batches that all stages have reduced")
-    spent: dict[int, Counter[str]] = {}
-    for own, end in zip(lanes, ends):
-        spent.setdefault(own[0].stage, Counter()).update(_spent(own, end[batches[0]], end[batches[-1]]))
-    times = [1e3 * (end[after] - end[before]) for end in ends for before, after in pairwise(batches)]
-    rows = [f"batches {batches[1]} to {batches[-1]}, median time of an iteration: {statistics.median(times):.1f} ms"]
-    rows.append("".join(f"{name:>15}" for name in ("stage", *COLUMNS.values(), "rest")))
-    for stage, parts in sorted(spent.items()):
-        shares = [parts[name] / parts["all"] for name in COLUMNS]
-        rows.append(f"{stage:15}" + "".join(f"{share:15.1%}" for share in [*shares, 1 - sum(shares)]))
-    return rows
-
-
-COLUMNS = {"busy": "busy", "F": "wait before F", "B": "before B", "RS": "before R and S", "in RS": "in R and S"}
-
-
-def _spent(events: list[Event], begin: float, end: float) -> Counter[str]:
-    """Seconds by COLUMNS that the events of a stage take between two times, and of "all" of it."""
-    spent = Counter(all=end - begin)
-    for event in events:
-        if begin <= event.start and event.end <= end:
-            updates = event.action.kind in (REDUCE, STEP)
-            spent["RS" if updates else event.action.kind] += event.start - max(event.asked, begin)
-            spent["in RS" if updates else "busy"] += event.end - event.start
-    return spent
-
-
 def of_events(events: Iterable[Event], stages: int, title: str) -> dict[str, Any]:
     """A simulated timeline, with times in seconds, in the form of a merged trace: waits are events too."""
     found = _names(f"pipeline: {title}", range(stages))
@@ -178,11 +138,8 @@ def of_events(events: Iterable[Event], stages: int, title: str) -> dict[str, Any
 def main(words: Sequence[str] | None = None, prog: str = "megatron_2bw.timelines.trace") -> int:
     parser = Parser(prog=prog, description="Joins the stages' files of --two-bw-trace DIR into DIR/trace.json.")
     parser.add_argument("folder", type=Path, metavar="DIR")
-    text = "print how busy the stages are instead: waits, and the time of an iteration, in the steady state"
-    parser.add_argument("--summary", action="store_true", help=text)
     options = parser.parse_args(words)
-    work = summary if options.summary else merge
-    return run_program(parser.prog, lambda: print(*work(options.folder), sep="\n"))
+    return run_program(parser.prog, lambda: print(*merge(options.folder), sep="\n"))
 
 
 if __name__ == "__main__":
