@@ -1,17 +1,9 @@
-"""The results of megatron-2bw convergence: curves from logs, gaps, lags, the table and the text.
+"""The results of megatron-2bw convergence: curves from logs, gaps, the table and the text.
 
 Invariant: pure functions of logs and results. With a loss that is not finite a run has diverged, and has no figures.
 
 final validation loss   after the last iteration
 gap                     that loss above vanilla's with the same seed, in percent of vanilla's
-lag                     iterations by which a variant is behind vanilla at the same loss: the end less the iteration at
-                        which vanilla's loss was what the variant's is at the end; negative if it is ahead
-
-The lag uses the training loss, a trailing mean over a tenth of the iterations; validations are few and small. The
-batches' noise is the same for both runs at one iteration, but not at two, where it is as large as the difference. So
-the other iteration is looked up in a smooth fit to vanilla's curve, at the fit's own end plus the difference of the two
-trailing means at the end. Equal curves lag by exactly 0. With a decaying learning rate, vanilla had that loss while its
-rate was still higher: a run that is shorter by the lag would end lower.
 """
 
 from __future__ import annotations
@@ -28,7 +20,6 @@ from megatron_2bw import run_log
 from megatron_2bw.errors import UserError
 
 STARTED = "convergence.py: started"  # begins the line before each attempt's output in train.log
-WINDOW = 0.1  # of the iterations, for the trailing mean
 
 Points = list[list[float]]  # [iteration, loss]
 Results = Mapping[tuple[str, str, int], dict[str, Any]]  # of (lr, variant, seed): what result.json holds
@@ -98,19 +89,6 @@ def number(loss: float | None) -> float:
     return math.nan if loss is None else loss
 
 
-def trend(points: Points) -> Points:
-    """The curve without the batches' noise: least squares by a polynomial of degree 6 in the iteration's logarithm.
-
-    Lower with fewer than 21 points, so that it does not pass through all of them.
-    """
-    ends = numpy.array([0.0, *(end for end, _ in points)])
-    middles = numpy.log((ends[1:] + ends[:-1]) / 2)
-    losses = [number(loss) for _, loss in points]
-    if len(points) > 1:
-        losses = numpy.polynomial.Polynomial.fit(middles, losses, min(6, (len(points) - 1) // 3 + 1))(middles)
-    return [[end, loss] for end, loss in zip(ends[1:], losses)]
-
-
 def mean(curves: Sequence[Points]) -> Points:
     """At the iterations that all curves have."""
     losses = [dict(points) for points in curves]
@@ -121,28 +99,6 @@ def mean(curves: Sequence[Points]) -> Points:
 def places(end: float, window: float) -> numpy.ndarray:
     """Iterations at which to evaluate a smoothed curve, at most a thousand."""
     return numpy.linspace(window, end, int(min(1000, max(2, end - window + 1))))
-
-
-def lag(variant: Points, vanilla: Points, window: float) -> float:
-    """By how many iterations the variant's curve is behind vanilla's at the end; see the module's docstring.
-
-    No more than the curves are long without their first window; nan without a finite loss at the end.
-    """
-    end = min(variant[-1][0], vanilla[-1][0]) if variant and vanilla else 0
-    if end <= window:
-        return math.nan
-    at = places(end, window)
-    difference = float(smooth(variant, at[-1:], window)[0] - smooth(vanilla, at[-1:], window)[0])
-    if not math.isfinite(difference):
-        return math.nan
-    curve = smooth(trend(vanilla if difference >= 0 else variant), at, window)
-    target = curve[-1] + abs(difference)
-    above = numpy.flatnonzero(curve >= target)  # the last one is vanilla's last iteration at that loss
-    place = above[-1] if len(above) else 0
-    reached = at[place]
-    if curve[place] > target:
-        reached += (at[place + 1] - at[place]) * (curve[place] - target) / (curve[place] - curve[place + 1])
-    return math.copysign(end - reached, difference) if end > reached else 0.0
 
 
 # --- figures --------------------------------------------------------------------------------------------------------
@@ -160,21 +116,16 @@ def percent(loss: float, reference: float) -> float:
     return 100 * (loss - reference) / reference
 
 
-def summarize(results: Results, lr: str, variant: str, seeds: Sequence[int], iterations: int) -> dict[str, Any]:
+def summarize(results: Results, lr: str, variant: str, seeds: Sequence[int]) -> dict[str, Any]:
     """The figures of a variant at a learning rate, from the seeds that have results.
 
     A diverged run has an infinite loss. A gap needs both runs of a seed, and a vanilla that has not diverged.
     """
-    window = max(1.0, WINDOW * iterations)
     own = {seed: results[lr, variant, seed] for seed in seeds if (lr, variant, seed) in results}
     base = {seed: results[lr, "vanilla", seed] for seed in own if (lr, "vanilla", seed) in results}
     base = {seed: result for seed, result in base.items() if not result["diverged"]}
     final = {seed: validated(result) for seed, result in own.items()}
     gaps = {seed: percent(final[seed], validated(result)) for seed, result in base.items()}
-    curves = {s: (own[s]["training"], result["training"]) for s, result in base.items() if not own[s]["diverged"]}
-    whole = curves and len(curves) == len(own)  # else only some seeds have curves
-    of_means = lag(*map(mean, zip(*curves.values())), window) if whole else math.nan
-    ends = [points[-1][0] for pair in curves.values() for points in pair if points]
     return {
         "lr": lr,
         "variant": variant,
@@ -182,8 +133,6 @@ def summarize(results: Results, lr: str, variant: str, seeds: Sequence[int], ite
         "diverged": [seed for seed, result in own.items() if result["diverged"]],
         "validation_loss": spread(final),
         "gap_percent": spread(gaps),
-        "lag_iterations": spread({s: lag(*pair, window) for s, pair in curves.items()}) | {"of_means": of_means},
-        "lag_limit": min(ends, default=iterations) - window,
     }
 
 
@@ -217,21 +166,15 @@ def markdown(facts: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*lines, *picture, *EXPLANATION]) + "\n"
 
 
-COLUMNS = ("variant", "final validation loss", "gap, %", "lag, iterations")
+COLUMNS = ("variant", "final validation loss", "gap, %")
 EXPLANATION = """\
 Means over the seeds ± sample standard deviation. Gap: validation loss above vanilla's of the same seed, that is with
-the same initial weights, batches and validation samples. Lag: the end less the iteration at which vanilla's training
-loss was what the variant's is at the end, from the mean curves, ± over curves of single seeds; negative where the
-variant is ahead.""".splitlines()
+the same initial weights, batches and validation samples.""".splitlines()
 
 
 def _row(row: dict[str, Any]) -> str:
-    gap, behind = "", ""
-    if row["variant"] != "vanilla":
-        gap = shown(row["gap_percent"], "{:+.2f}")
-        lags = row["lag_iterations"] | {"mean": row["lag_iterations"]["of_means"]}
-        behind = ("≥ " if lags["mean"] >= row["lag_limit"] - 0.5 else "") + shown(lags, "{:.0f}")
-    return f"| {' | '.join((row['variant'], shown(row['validation_loss'], '{:.4f}'), gap, behind))} |"
+    gap = "" if row["variant"] == "vanilla" else shown(row["gap_percent"], "{:+.2f}")
+    return f"| {row['variant']} | {shown(row['validation_loss'], '{:.4f}')} | {gap} |"
 
 
 def shown(figure: dict[str, Any], form: str) -> str:

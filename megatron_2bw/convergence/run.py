@@ -180,7 +180,7 @@ def report(board: Board, options) -> list[dict[str, Any]]:
     """Write runs.json, curves.png and report.md from the results so far. Returns a row for each (lr, variant)."""
     results = {(run.lr, run.variant, run.seed): result for run, result in board.results.items()}
     pairs, seeds = itertools.product(options.lr, options.variants), options.seeds
-    rows = [summarize(results, lr, variant, seeds, options.iterations) for lr, variant in pairs]
+    rows = [summarize(results, lr, variant, seeds) for lr, variant in pairs]
     rows = [row for row in rows if row["finished"]]
     runs = [
         {"variant": run.variant, "lr": run.lr, "seed": run.seed, "folder": str(run.folder.relative_to(options.out))}

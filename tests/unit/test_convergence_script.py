@@ -4,14 +4,13 @@ import json
 import math
 import sys
 
-import numpy
 import pytest
 from filelock import FileLock
 
 from megatron_2bw.convergence import options as convergence_options
 from megatron_2bw.convergence import run as convergence
 from megatron_2bw.convergence.options import Run, command, grid, parse
-from megatron_2bw.convergence.report import STARTED, lag, markdown, outcome, parse_log, summarize, too_large
+from megatron_2bw.convergence.report import STARTED, markdown, outcome, parse_log, summarize, too_large
 from megatron_2bw.errors import UserError
 
 
@@ -94,29 +93,6 @@ def test_a_run_that_diverged_is_a_result(log, code):
     assert outcome(log, code, 20)["diverged"] is True
 
 
-# --- the lag --------------------------------------------------------------------------------------------------------
-
-
-def curve(delay: float):
-    """Training points of a loss that is `delay` iterations late."""
-    return [[t, 2 + 6 * (1 + max(0, t - 5 - delay) / 50) ** -0.4] for t in range(10, 1001, 10)]
-
-
-@pytest.mark.parametrize("delay", [5, 50, 200])
-def test_a_curve_that_is_late_lags_by_that_and_the_other_way_round_leads(delay):
-    assert lag(curve(delay), curve(0), 100) == pytest.approx(delay, rel=0.03)
-    assert lag(curve(0), curve(delay), 100) == pytest.approx(-delay, rel=0.2)  # the fit has to follow a kink
-
-
-def test_the_noise_of_the_batches_is_not_taken_for_a_lag():
-    random, lags = numpy.random.default_rng(1), []
-    for _ in range(20):
-        noise = random.normal(0, 0.1, 100)  # of the mean of ten batches
-        late, vanilla = ([[t, loss + more] for (t, loss), more in zip(curve(delay), noise)] for delay in (40, 0))
-        lags.append(lag(late, vanilla, 100))
-    assert numpy.mean(lags) == pytest.approx(40, rel=0.15) and numpy.std(lags) < 20
-
-
 # --- figures --------------------------------------------------------------------------------------------------------
 
 
@@ -128,12 +104,11 @@ def test_gaps_are_of_runs_with_the_same_seed():
         ("1e-3", "2bw", 2): result(final=5.0),
         ("1e-3", "2bw", 3): result(final=9.0),  # vanilla is still to come
     }
-    row = summarize(results, "1e-3", "2bw", [1, 2, 3, 4], 20)
+    row = summarize(results, "1e-3", "2bw", [1, 2, 3, 4])
     assert row["finished"] == [1, 2, 3] and row["validation_loss"]["mean"] == pytest.approx(18.1 / 3)
     assert row["gap_percent"]["by_seed"] == pytest.approx({1: 2.5, 2: 0.0})
     assert row["gap_percent"]["mean"] == pytest.approx(1.25)
     assert row["gap_percent"]["sd"] == pytest.approx(2.5 / math.sqrt(2))
-    assert row["lag_iterations"]["by_seed"][2] == 0
 
 
 def diverging(*who):
@@ -143,18 +118,18 @@ def diverging(*who):
         for variant in ("vanilla", "2bw")
         for seed in (1, 2)
     }
-    return [summarize(results, "1", variant, [1, 2], 20) for variant in ("vanilla", "2bw")]
+    return [summarize(results, "1", variant, [1, 2]) for variant in ("vanilla", "2bw")]
 
 
 def test_the_table_by_hand():
     results = {("1e-3", "vanilla", 1): result(final=4.0), ("1e-3", "2bw", 1): result(final=4.1)}
-    text = markdown(["a fact"], [summarize(results, "1e-3", v, [1], 20) for v in ("vanilla", "2bw")])
+    text = markdown(["a fact"], [summarize(results, "1e-3", v, [1]) for v in ("vanilla", "2bw")])
     assert "a fact\n\n## Learning rate 1e-3\n" in text
-    assert "| vanilla | 4.0000 |  |  |" in text
-    assert "| 2bw | 4.1000 | +2.50 | 0 |" in text and "(curves.png)" in text
+    assert "| vanilla | 4.0000 |  |" in text
+    assert "| 2bw | 4.1000 | +2.50 |" in text and "(curves.png)" in text
     row = diverging(("2bw", 2))[1]
     assert row["diverged"] == [2] and row["gap_percent"]["mean"] == math.inf
-    assert "| 2bw | diverged | diverged | – |" in markdown([], [row])
+    assert "| 2bw | diverged | diverged |" in markdown([], [row])
 
 
 @pytest.mark.parametrize(
@@ -164,7 +139,7 @@ def test_the_threshold(limit, seeds, above):
     """A gap that is not known for all seeds is too large, and so is that of a run that diverged."""
     final = {"vanilla": 4.0, "2bw": 4.1, "own": 3.9}
     results = {("1e-3", variant, 1): result(final=loss) for variant, loss in final.items()}
-    rows = [summarize(results, "1e-3", variant, [1], 20) for variant in final]
+    rows = [summarize(results, "1e-3", variant, [1]) for variant in final]
     assert [line.split(" at lr 1e-3: ")[0] for line in too_large(rows, {"1e-3": limit}, seeds)] == above
     assert too_large(diverging(("2bw", 1)), {"1": 1e9}, 2) and too_large(diverging(("vanilla", 1)), {"1": 1e9}, 2)
 
