@@ -17,7 +17,6 @@ import pytest
 
 from megatron_2bw.flags import early
 from megatron_2bw.flags.parse import prepare
-from tests.distributed.training import command
 from tests.unit.command_lines import stop
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
@@ -53,12 +52,6 @@ def test_the_first_use_writes_the_table(tmp_path, monkeypatch):
     assert early.table() == json.loads(file.read_text())
     os.utime(file, (time.time() - 1e9,) * 2)
     assert early.table() == []
-
-
-@pytest.mark.parametrize("typed", ["--num-layer 4", "--lr fast", "--pipeline-schedule 3bw", "stray", "--gpipe-round 2"])
-def test_a_mistake_has_a_line(typed):
-    line = early.mistake([*command(1, 1), *typed.split()], "gpt", 1)
-    assert typed.split()[0] in line and "\n" not in line
 
 
 def test_a_hint_is_a_flag_that_helps():

@@ -22,15 +22,12 @@ from megatron_2bw.planner.tell import rejections as left_out
 from megatron_2bw.planner.tell.explain import (
     CAVEAT,
     ESTIMATED,
-    KINDS,
     MEASURED,
     TERMS,
     Result,
     evidence,
     first,
-    memory_table,
     part_flags,
-    reason,
     table,
     terms,
     three,
@@ -118,34 +115,7 @@ def test_every_number_of_the_table_is_the_estimates(result):
         assert is_shown(row["headroom"], (min(estimate.capacities) - estimate.heaviest) / GIB, " GiB")
 
 
-def test_the_memory_of_every_stage_is_shown():
-    plan = Plan(1, 24, 1, 1, 24, schedule="gpipe")
-    estimate = Cost(GPT, clusters.preset("p3.16xlarge", 3), "fp16").estimate(plan)
-    table = rows(memory_table(estimate), "stage")
-    for row in table:
-        first, _, last = row["stage"].partition("-")
-        for number in range(int(first), int(last or first) + 1):
-            stage = estimate.memory[number]
-            shown = {kind: getattr(stage, kind) for kind in KINDS}
-            shown |= {"total": stage.total, "headroom": min(estimate.capacities) - stage.total}
-            assert all(is_shown(row[name], size / GIB) for name, size in shown.items())
-    assert last == "" and number == 23 and len(table) < 24
-
-
 # --- the reason ------------------------------------------------------------------------------------------------------
-
-
-def test_the_reason_is_the_time_by_cause(result):
-    """A row holds a plan, its samples/s, the ratio, its time by cause, its memory."""
-    estimates, lines = [result.estimates[0], *result.rivals], reason(result).splitlines()
-    start = next(number for number, line in enumerate(lines) if line.startswith("plan "))
-    found = [re.split(r" {2,}", line) for line in lines[start + 1 :] if line.endswith("GiB")]
-    for row, estimate in zip(found, estimates, strict=True):
-        plan, split = estimate.plan, asdict(estimate.split)
-        shown = [estimate.throughput, estimates[0].throughput / estimate.throughput]
-        shown += [1e3 * seconds / plan.global_batch for seconds in split.values()]
-        assert row[0] == plan.title and all(is_shown(*pair) for pair in zip(row[1:-1], shown, strict=True))
-        assert is_shown(row[-1], estimate.heaviest / GIB, " GiB")
 
 
 def test_the_first_lines_are_the_plan_and_what_2bw_gains_and_costs(result):

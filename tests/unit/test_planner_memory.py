@@ -147,15 +147,6 @@ def test_communicators_by_hand():
     assert held(0, schedule="pipedream-flush") == [LINK] * 3 and held(0, schedule="megatron") == []
 
 
-@pytest.mark.parametrize("microbatches, expected", [(1, [4, 3, 2, 1]), (2, [3, 2, 2, 1]), (8, [2, 2, 2, 1])])
-def test_pipedream_holds_more_versions_on_earlier_stages(microbatches, expected):
-    """One for each update that is made while a microbatch goes down and back."""
-    memory = Memory(replace(GPT, tied=False), "bf16", False)
-    plan = replace(FLUSH, schedule="pipedream", microbatches=microbatches)
-    versions = [memory.stage(plan, stage, 4).weights / memory.parameters(plan, stage, 4) / 2 for stage in range(4)]
-    assert versions == expected
-
-
 # --- a stage ---------------------------------------------------------------------------------------------------------
 
 

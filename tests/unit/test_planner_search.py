@@ -431,15 +431,6 @@ def test_the_bound_with_any_extra_warmup(case):
     assert bound is None or bound <= cost.lower_bound(plan) * (1 + 1e-9)
 
 
-@property_of(150)
-@given(planned(rounds=12, ahead=True))
-def test_seconds_are_those_of_the_simulation(case):
-    """Long batches are extrapolated, which costs less than 1 % (simulator.py)."""
-    cost, plan = case
-    exact = max(iteration_time(plan.pipeline, plan.depth, plan.microbatches, cost.times(plan)), cost.lower_bound(plan))
-    assert cost.seconds(plan) == pytest.approx(exact, rel=0.01)
-
-
 # --- 2bw -------------------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,6 @@ import bz2
 import gzip
 import json
 import lzma
-from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -134,19 +133,6 @@ def test_vocabulary_files_make_the_tokenizer_that_wrote_them(tmp_path, source):
     bpe.model.save(str(tmp_path))
     vocabulary.from_files(tmp_path / "made", tmp_path / "vocab.json", tmp_path / "merges.txt", False)
     assert hugging_face(tmp_path / "made")(TEXTS[0])["input_ids"] == bpe.encode(TEXTS[0]).ids
-
-
-def test_a_sample_is_each_nth_row_of_every_source(tmp_path):
-    lines = [json.dumps({"text": str(number)}) + "\n" for number in range(250)]
-    (tmp_path / "a.jsonl").write_text("".join(lines))
-    (tmp_path / "b.txt").write_text("".join(lines))
-    files = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")]
-    options = Namespace(dataset=None, task="gpt", input_format="auto", text_documents="lines", key="text", files=files)
-    options.skip_bad_documents = False
-    sources = list(preprocess._sources(options, tmp_path))
-    for step in (1, 7):
-        expected = [str(number) for number in range(0, 250, step)] + [line.strip() for line in lines[::step]]
-        assert list(preprocess._sample(sources, step)) == expected
 
 
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
