@@ -12,6 +12,7 @@ import json
 import math
 import re
 import shlex
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy
 
-from megatron_2bw.convergence.report import mean, percent, places, smooth
+from megatron_2bw.convergence.report import Points, number, percent
 from megatron_2bw.files import new_figure, write_figure
 
 COLOURS = ("#525252", "#d94801", "#2171b5", "#238b45", "#6a51a3", "#c51b8a", "#a6761d", "#17becf")  # vanilla first
@@ -105,6 +106,26 @@ def _curves(
         points.append([[end, value(*(each[end] for each in losses))] for end in ends])
     ends, means = zip(*mean(points) or [(math.nan, math.nan)])  # at the iterations that all of them have
     axes.plot(ends, means, "o", color=colour, markersize=3.5, clip_on=False, zorder=3)
+
+
+def smooth(points: Points, at: numpy.ndarray, window: float) -> numpy.ndarray:
+    """The mean training loss of the `window` iterations before each of `at`."""
+    ends = numpy.array([0.0, *(end for end, _ in points)])
+    losses = numpy.array([number(loss) for _, loss in points])
+    total = numpy.concatenate([[0.0], numpy.cumsum(numpy.diff(ends) * losses)])
+    return (numpy.interp(at, ends, total) - numpy.interp(at - window, ends, total)) / window
+
+
+def mean(curves: Sequence[Points]) -> Points:
+    """At the iterations that all curves have."""
+    losses = [dict(points) for points in curves]
+    ends = [end for end, _ in curves[0] if all(end in curve for curve in losses)]
+    return [[end, statistics.fmean(number(curve[end]) for curve in losses)] for end in ends]
+
+
+def places(end: float, window: float) -> numpy.ndarray:
+    """Iterations at which to evaluate a smoothed curve, at most a thousand."""
+    return numpy.linspace(window, end, int(min(1000, max(2, end - window + 1))))
 
 
 if __name__ == "__main__":

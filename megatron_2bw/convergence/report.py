@@ -14,8 +14,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy
-
 from megatron_2bw import run_log
 from megatron_2bw.errors import UserError
 
@@ -76,29 +74,9 @@ def outcome(text: str, code: int, iterations: int) -> dict[str, Any]:
 # --- curves ---------------------------------------------------------------------------------------------------------
 
 
-def smooth(points: Points, at: numpy.ndarray, window: float) -> numpy.ndarray:
-    """The mean training loss of the `window` iterations before each of `at`."""
-    ends = numpy.array([0.0, *(end for end, _ in points)])
-    losses = numpy.array([number(loss) for _, loss in points])
-    total = numpy.concatenate([[0.0], numpy.cumsum(numpy.diff(ends) * losses)])
-    return (numpy.interp(at, ends, total) - numpy.interp(at - window, ends, total)) / window
-
-
 def number(loss: float | None) -> float:
     """A loss from JSON, which has no nan."""
     return math.nan if loss is None else loss
-
-
-def mean(curves: Sequence[Points]) -> Points:
-    """At the iterations that all curves have."""
-    losses = [dict(points) for points in curves]
-    ends = [end for end, _ in curves[0] if all(end in curve for curve in losses)]
-    return [[end, statistics.fmean(number(curve[end]) for curve in losses)] for end in ends]
-
-
-def places(end: float, window: float) -> numpy.ndarray:
-    """Iterations at which to evaluate a smoothed curve, at most a thousand."""
-    return numpy.linspace(window, end, int(min(1000, max(2, end - window + 1))))
 
 
 # --- figures --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ Invariant: one row that fails or hangs does not stop the others.
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,11 +18,11 @@ from megatron_2bw.files import write_json
 from megatron_2bw.flags.rule import installed
 from megatron_2bw.gpu_check.rows import ROWS, Check, Failed, Row
 from megatron_2bw.local_ranks import WorldError, WorldTimeout
+from megatron_2bw.run_log import cause
 from megatron_2bw.start import doctor
 
 OK, FAILED, HANGS, SKIPPED = "ok", "FAILED", "hangs", "skipped"
 BAD = (FAILED, HANGS)
-CAUSE = re.compile(r"[\w.]+Errors?\b|.*: error: ")  # in the log of a rank
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -77,11 +76,13 @@ def result_of(row: Row, check: Check) -> dict[str, Any]:
 
 
 def reason(error: Exception) -> str:
-    """One line. Of ranks that failed, the first line that names an error."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    causes = [line for line in lines[1:] if CAUSE.match(line)] if isinstance(error, WorldError) else []
-    name = "" if isinstance(error, (Failed, WorldError)) else f"{type(error).__name__}: "
-    return name + "; ".join([lines[0], *causes[:1]])[:300]
+    """One line. Of ranks that failed, also the line of their logs that says why."""
+    line, _, logs = str(error).strip().partition("\n")
+    if isinstance(error, WorldError):
+        line += f"; {cause(logs)}"
+    elif not isinstance(error, Failed):
+        line = f"{type(error).__name__}: {line}"
+    return line[:300]
 
 
 def machine(check: Check, gpus: int) -> dict[str, Any]:

@@ -107,8 +107,8 @@ class Model(Described):
         sides = self.matrix_sides(tensor)[: -1 if self.experts else None]  # without the router
         return self.adapter_rank * sum(inputs + outputs for inputs, outputs in sides)
 
-    def trained_parameters(self, expert: int = 1) -> float:
-        return self.layers * self.adapter_parameters() if self.adapter_rank else self.parameters(expert)
+    def trained_parameters(self) -> float:
+        return self.layers * self.adapter_parameters() if self.adapter_rank else self.parameters()
 
     def _norms(self, count: int) -> int:
         return count * self.hidden * (1 if self.rms_norm else 2)
@@ -131,10 +131,10 @@ class Model(Described):
             return words + extra + 2 * self.hidden + 2 + self._norms(1)
         return words + self._norms(1)
 
-    def parameters(self, expert: int = 1) -> float:
-        """All parameters, tied words once; with one of `expert` parts of the experts."""
+    def parameters(self) -> float:
+        """All parameters, tied words once."""
         twice = self.padded_vocab() * self.hidden if self.tied else 0
-        each, first = self.layer_parameters(1, expert), self.without_experts.layer_parameters()
+        each, first = self.layer_parameters(), self.without_experts.layer_parameters()
         layers = self.dense * first + (self.layers - self.dense) * each
         return layers + self.embedding_parameters() + self.output_parameters() - twice
 

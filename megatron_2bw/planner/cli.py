@@ -140,7 +140,7 @@ def planned(options: argparse.Namespace) -> explain.Result | None:
     cost, space = prepare(options)
     result = _searched(cost, space, options)
     if result and result.fewer:
-        part, given = result.fewer[0], cost.cluster.gpus
+        part, given = result.fewer, cost.cluster.gpus
         idle = f"{given - part.gpus} of {given} GPUs stay idle"
         print(f"{idle}: {part.gpus} are faster ({explain.part_flags(part)})", file=sys.stderr)
         result = _searched(cost.on(part), space, options)

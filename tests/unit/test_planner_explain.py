@@ -166,8 +166,8 @@ def test_a_part_of_the_cluster_that_is_faster_is_named():
     model, space = replace(GPT, layers=20), dict(batch=5, tensor=(1,), uneven=False)
     each = {n: searched(model, replace(P3, gpus_per_server=n), **space) for n in range(1, 7)}
     rates = {n: result.estimates[0].throughput for n, result in each.items()}
-    cluster, estimate = each[6].fewer
-    assert max(rates, key=rates.get) == cluster.gpus == 5 and estimate.throughput == rates[5]
+    cluster = each[6].fewer
+    assert max(rates, key=rates.get) == cluster.gpus == 5
     assert part_flags(cluster) == "--servers 1 --gpus-per-server 5" and each[5].fewer is None
 
 

@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Self
 
 from megatron_2bw.models.cluster import Cluster, Device, weakest
 from megatron_2bw.models.model import Model
@@ -155,12 +154,10 @@ class Cost:
         self.margin = 1 - self.capacity / whole
         self._nccl_free, self.channels = whole * (margin or 0.0) if on_gpus else math.inf, cluster.inside.channels
 
-    def on(self, cluster: Cluster, model: Model | None = None, spare: float | None = None) -> Self:
+    def on(self, cluster: Cluster, model: Model | None = None, spare: float | None = None) -> Cost:
         """The same costs on another cluster, of another model, or with another share to spare."""
         others = self.given_margin, self.old_exchange, self.spare if spare is None else spare
-        return type(self)(
-            model or self.model, cluster, self.precision, self.memory.flash, *others, self.memory.torch_adam
-        )
+        return Cost(model or self.model, cluster, self.precision, self.memory.flash, *others, self.memory.torch_adam)
 
     def fits(self, plan: Plan) -> bool:
         if plan.host and not self.host_holds(plan):

@@ -55,8 +55,11 @@ class Search:
         for plan in self.shapes():
             put(self._shape_bound(plan), "shape", plan)
 
-        def enter(plan: Plan) -> None:
+        def bounded(plan: Plan) -> None:
             put(max(self.cost.lower_bound(plan) / plan.global_batch, bound), "bound", plan)
+
+        def enter(plan: Plan) -> None:
+            bounded(plan)
             ahead = self.cost.bound_ahead(plan) if self.space.extra_warmup else None
             if ahead is not None:
                 put(max(ahead / plan.global_batch, bound), "ahead", plan)
@@ -83,8 +86,7 @@ class Search:
             elif state == "ahead":
                 extra = self.cost.extra_warmup(plan)
                 if extra:
-                    plan = plan.changed(extra_warmup=extra)
-                    put(max(self.cost.lower_bound(plan) / plan.global_batch, bound), "bound", plan)
+                    bounded(plan.changed(extra_warmup=extra))
             elif state == "bound":
                 plan = plan.changed(late=self.cost.late(plan))
                 keeps_inputs = plan.recompute_layers > 1 and "full" in self.space.recompute
@@ -93,8 +95,7 @@ class Search:
                 if not self.cost.fits(plan):
                     size = self.cost.gpipe_round(plan)
                     if size is not None:
-                        plan = plan.changed(gpipe_round=size)
-                        put(max(self.cost.lower_bound(plan) / plan.global_batch, bound), "bound", plan)
+                        bounded(plan.changed(gpipe_round=size))
                     else:
                         self.too_large.append(plan)
                 else:

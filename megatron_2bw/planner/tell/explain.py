@@ -82,11 +82,11 @@ class Result:
         return [each for each in found if _per_sample(each) < _per_sample(self.estimates[0])]
 
     @cached_property
-    def fewer(self) -> tuple[Cluster, Estimate] | None:
-        """A part of the cluster and its fastest plan, if that is faster than the first plan on all GPUs."""
+    def fewer(self) -> Cluster | None:
+        """A part of the cluster whose fastest plan is faster than the first plan on all GPUs."""
         limits = (_per_sample(estimate) * (1 - MIN_FEWER_GAIN) for estimate in self.estimates)
         found = on_fewer(self.cost, self.space, min(limits, default=math.inf))
-        return found and (found[0].cluster, found[0].estimate(found[2]))
+        return found and found[0].cluster
 
 
 _shape = attrgetter("tensor", "context", "depth", "width")
