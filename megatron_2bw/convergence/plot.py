@@ -10,8 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
-import shlex
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,20 +23,6 @@ from megatron_2bw.files import new_figure, write_figure
 
 COLOURS = ("#525252", "#d94801", "#2171b5", "#238b45", "#6a51a3", "#c51b8a", "#a6761d", "#17becf")  # vanilla first
 TICKS = (0, *(sign * tick for tick in (0.25, 0.5, 0.75, 1, 2, 5, 10, 20, 50, 100) for sign in (1, -1)))
-
-WORDS = {  # of a variant's flags
-    r"--two-bw-sync-iterations (\d+%?)": r"first \1 iterations without delay",
-    "--two-bw-correction extrapolate": "extrapolated",
-    "--two-bw-correction auto": "correction auto",
-    r"--adam-beta1 ([\d.]+)": r"beta1 \1",
-}
-
-
-def name(variant: str, flags: Sequence[str]) -> str:
-    """The variant's name, with its corrections in words."""
-    text = shlex.join(flags)
-    words = [found.expand(word) for flag, word in WORDS.items() if (found := re.search(flag, text))]
-    return f"{variant}: {', '.join(words)}" if words else variant
 
 
 def draw(content: Mapping[str, Any], path: Path) -> None:
@@ -63,7 +47,7 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
             if gone := sum((lr, variant, seed) in results and not runs[seed] for seed in seeds):
                 title += f"\n{variant}: {gone} of {len(seeds)} diverged"
             own = [(run,) for run in runs.values() if run]
-            _curves(upper, own, iterations / 50, lambda loss: loss, colour, name(variant, variants[variant]))
+            _curves(upper, own, iterations / 50, lambda loss: loss, colour, variant)
             if variant != "vanilla":
                 pairs = [(runs[seed], base[seed]) for seed in seeds if runs[seed] and base[seed]]
                 _curves(lower, pairs, iterations / 20, percent, colour)

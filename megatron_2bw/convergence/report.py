@@ -71,15 +71,12 @@ def outcome(text: str, code: int, iterations: int) -> dict[str, Any]:
     return found | {"diverged": False}
 
 
-# --- curves ---------------------------------------------------------------------------------------------------------
+# --- figures ------------------------------------------------------------------------------------------------------
 
 
 def number(loss: float | None) -> float:
     """A loss from JSON, which has no nan."""
     return math.nan if loss is None else loss
-
-
-# --- figures --------------------------------------------------------------------------------------------------------
 
 
 def spread(by_seed: dict[int, float]) -> dict[str, Any]:

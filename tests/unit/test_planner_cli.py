@@ -145,7 +145,9 @@ def test_gpus_stay_idle_where_fewer_are_faster(call):
     """A batch of five fills five GPUs; six run only three samples of it, since three do not divide the layers."""
     words = f"{TINY} --num-layers 20 --cluster p3.16xlarge --gpus-per-server 6 --max-global-batch-size 5"
     ended = call(words, "--tensor-model-parallel-size 1 --no-uneven-stages --top 1")
-    assert ended.status == 0 and ended.errors[0].startswith("1 of 6 GPUs stay idle: 5 are faster")
+    assert ended.status == 0 and ended.errors[0].startswith(
+        "1 of 6 GPUs stay idle: 5 are faster (--servers 1 --gpus-per-server 5)"
+    )
     assert "on 5 GPUs" in ended.out
 
 

@@ -381,22 +381,6 @@ def test_the_parts_of_an_iteration_sum_to_its_seconds(case):
         assert split.bubble <= 1e-9 * estimate.seconds
 
 
-def test_the_bubble_of_a_flush_by_hand():
-    """(d - 1)/m of the work, where all stages are equal; of Megatron's interleaved schedule a v-th of it."""
-    cost = Cost(replace(GPT, layers=16, vocab=128), replace(CLUSTER, inside=Link(1e9, 1e-6)), flash=True)
-
-    def bubble(**changes) -> float:
-        split = cost.estimate(replace(PLAN, **changes)).split
-        return split.bubble / split.compute
-
-    for schedule in ("pipedream-flush", "gpipe", "megatron"):
-        assert bubble(schedule=schedule) == pytest.approx(3 / 8, rel=0.02)
-        assert bubble(schedule=schedule, microbatches=32) == pytest.approx(3 / 32, rel=0.02)
-    assert bubble(schedule="megatron", virtual=2) == pytest.approx(3 / 16, rel=0.02)
-    assert bubble(schedule="no-pipelining") == pytest.approx(3, rel=0.02)
-    assert bubble() == 0
-
-
 @pytest.mark.parametrize("microbatches", [2, 7, 16, 64])
 def test_the_round_of_gpipe_is_the_smallest_with_the_fewest_rounds_that_fit(microbatches):
     plan = replace(PLAN, schedule="gpipe", microbatches=microbatches)

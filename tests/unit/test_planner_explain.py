@@ -27,7 +27,6 @@ from megatron_2bw.planner.tell.explain import (
     Result,
     evidence,
     first,
-    part_flags,
     table,
     terms,
     three,
@@ -159,16 +158,6 @@ def test_the_rivals_are_the_best_of_every_other_schedule(result):
             plans = (plan for plan in plans if plan.depth > 1 or schedule in ("2bw", "megatron"))
         rate = result.cost.estimate(next(plans)).throughput
         assert rate in [rival.throughput for rival in rivals if rival.plan.schedule == schedule]
-
-
-def test_a_part_of_the_cluster_that_is_faster_is_named():
-    """A batch of five fills five GPUs. Six run only three samples of it, since three do not divide the layers."""
-    model, space = replace(GPT, layers=20), dict(batch=5, tensor=(1,), uneven=False)
-    each = {n: searched(model, replace(P3, gpus_per_server=n), **space) for n in range(1, 7)}
-    rates = {n: result.estimates[0].throughput for n, result in each.items()}
-    cluster = each[6].fewer
-    assert max(rates, key=rates.get) == cluster.gpus == 5
-    assert part_flags(cluster) == "--servers 1 --gpus-per-server 5" and each[5].fewer is None
 
 
 # --- what was left out -----------------------------------------------------------------------------------------------
