@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_2bw.models import cluster, model
 from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.find.search import best as fastest
+from megatron_2bw.planner.find.search import Search
 from megatron_2bw.planner.find.space import Space
 
 MEASURED = Path(__file__).resolve().parent / "measured"
@@ -85,7 +85,7 @@ def a100_cost(shape: model.Model, gpus: int) -> Cost:
 
 
 def best(cost: Cost, space: Space) -> Plan | None:
-    return next(iter(fastest(cost, space)), None)
+    return next((plan for _, plan in Search(cost, space)), None)
 
 
 def throughput(cost: Cost, plan: Plan) -> float:

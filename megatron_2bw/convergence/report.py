@@ -135,13 +135,13 @@ def markdown(facts: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
     """report.md: what was run, a table for each learning rate, the picture."""
     lines = [*facts, ""]
     for lr in dict.fromkeys(row["lr"] for row in rows):
-        lines += [f"## Learning rate {lr}", "", f"| {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * len(COLUMNS[1:])]
+        lines += [f"## Learning rate {lr}", "", *HEAD]
         lines += [_row(row) for row in rows if row["lr"] == lr] + [""]
     picture = ["![training and validation losses](curves.png)", ""] if rows else []
     return "\n".join([*lines, *picture, *EXPLANATION]) + "\n"
 
 
-COLUMNS = ("variant", "final validation loss", "gap, %")
+HEAD = ("| variant | final validation loss | gap, % |", "| --- | ---: | ---: |")
 EXPLANATION = """\
 Means over the seeds ± sample standard deviation. Gap: validation loss above vanilla's of the same seed, that is with
 the same initial weights, batches and validation samples.""".splitlines()

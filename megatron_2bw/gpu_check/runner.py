@@ -79,10 +79,8 @@ def reason(error: Exception) -> str:
     """One line. Of ranks that failed, also the line of their logs that says why."""
     line, _, logs = str(error).strip().partition("\n")
     if isinstance(error, WorldError):
-        line += f"; {cause(logs)}"
-    elif not isinstance(error, Failed):
-        line = f"{type(error).__name__}: {line}"
-    return line[:300]
+        return f"{line}; {cause(logs)}"[:300]
+    return (line if isinstance(error, Failed) else f"{type(error).__name__}: {line}")[:300]
 
 
 def machine(check: Check, gpus: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from megatron_2bw.models.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.cost.links import layout
 from megatron_2bw.planner.cost.simulated import Cost
 from megatron_2bw.planner.find.legality import violations
-from megatron_2bw.planner.find.search import Search, best
+from megatron_2bw.planner.find.search import Search
 from megatron_2bw.planner.find.space import Space
 from megatron_2bw.schedules import Shape
 from megatron_2bw.timelines.simulator import iteration_time, simulate
@@ -294,7 +294,6 @@ def test_the_search_finds_the_best_of_each_key(enumerated):
     assert {key(plan): seconds for seconds, plan in found} == fastest
     assert len(found) == len(fastest)
     assert [seconds for seconds, _ in found] == sorted(fastest.values())
-    assert [plan for _, plan in found[:3]] == best(cost, space, 3)
 
 
 def test_plans_that_are_too_large_are_listed():

@@ -341,11 +341,6 @@ def _divisors(number: int, allowed: tuple[int, ...] | None) -> list[int]:
     return [k for k in range(1, number + 1) if number % k == 0 and (allowed is None or k in allowed)]
 
 
-def best(cost: Cost, space: Space, count: int = 1) -> list[Plan]:
-    """The `count` fastest plans."""
-    return [plan for _, plan in itertools.islice(Search(cost, space), count)]
-
-
 def on_fewer(cost: Cost, space: Space, limit: float = math.inf) -> tuple[Cost, float, Plan] | None:
     """(costs there, seconds per sample, plan) on the part of the cluster with the fastest plan, if it takes less than
     `limit` seconds per sample.
