@@ -118,11 +118,10 @@ def judge_losses(spec: Mapping[str, Any], row: Claim, collected: Mapping[str, Ma
     rows = {entry["variant"]: entry for entry in content["summary"]}
     vanilla, found = rows.pop("vanilla")["validation_loss"]["by_seed"], {}
     for variant, entry in rows.items():
+        losses = entry["validation_loss"]["by_seed"]
+        found[variant] = [100 * math.expm1(loss - vanilla[seed]) for seed, loss in losses.items()]
         if spec["id"] == "lag":  # of the recorded runs; megatron-2bw convergence has no lag now
             found[variant] = [100 * lag / content["iterations"] for lag in entry["lag_iterations"]["by_seed"].values()]
-        else:
-            losses = entry["validation_loss"]["by_seed"]
-            found[variant] = [100 * math.expm1(loss - vanilla[seed]) for seed, loss in losses.items()]
     judge_measured(spec, row, found, "% of the iterations" if spec["id"] == "lag" else "% perplexity")
     row.notes.append(f"a small model, {content['iterations']} iterations at {content['learning_rates'][0]}")
 

@@ -17,6 +17,7 @@ import pytest
 
 from megatron_2bw.flags import early
 from megatron_2bw.flags.parse import prepare
+from tests.distributed.training import command
 from tests.unit.command_lines import stop
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
