@@ -21,7 +21,9 @@ _ALPACA = "Below is an instruction that describes a task{}. Write a response tha
 _PAIRED = ", paired with an input that provides further context"
 _ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}  # of ShareGPT
 _ROLES |= {name: name for name in ("user", "assistant", "system", "tool")}
-_MASKS = ("weight", "loss_mask", "loss", "train", "train_detail")  # of a message that the model does not learn
+_MASKS = (
+    "weight loss_mask loss train training trainable train_on_turn train_detail".split()
+)  # of a message that the model does not learn
 _FORMS = "messages, conversations, prompt and completion, or instruction and output"
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it
 
@@ -175,8 +177,8 @@ def _turn(given: Any, where: str) -> Turn:
             raise ValueError(f"{where}.from is {role}: give {', '.join(_ROLES)}")
         message["role"] = _ROLES[role]
         message["function_call" if role == "function_call" else "content"] = message.pop("value", None)
-    if message["role"] == "function":  # as OpenAI named a tool's result before
-        message["role"] = "tool"
+    other = {"human": "user", "gpt": "assistant", "function": "tool"}  # the last as OpenAI named it before
+    message["role"] = other.get(message["role"], message["role"])
     _add_calls(message, where)
     content = message.get("content", "" if message.get("tool_calls") else None)
     if isinstance(content, list):
@@ -208,7 +210,7 @@ def _add_calls(message: dict, where: str) -> None:
 
 
 def _parsed(value: Any) -> Any:
-    return json.loads(value) if isinstance(value, str) else value
+    return json.loads(value or "{}") if isinstance(value, str) else value
 
 
 def _tools(record: dict) -> list[dict] | None:

@@ -76,11 +76,11 @@ def replica(args: Args) -> int:
 
 
 def batch_sizes(args: Args) -> list[int]:
-    """Samples of a batch, smallest first; several with --step-batch-size-schedule. [0] for what Megatron refuses."""
+    """Samples of a batch; with --step-batch-size-schedule of each step. [0] for what Megatron refuses."""
     steps = (args.step_batch_size_schedule or "").replace(",", " ").split()
     if not steps:
         return [args.global_batch_size or replica(args)]
-    return sorted({int(step.split(":")[1]) for step in steps})
+    return [int(step.split(":")[1]) for step in steps]
 
 
 def late_microbatches(args: Args) -> int | str | None:
@@ -110,7 +110,7 @@ def notes(args: Args) -> list[str]:
     """The lines of a run of 2bw, one for each size of its batches: what `auto` stands for, or that nothing is done."""
     if args.pipeline_schedule != "2bw":
         return []
-    sizes = batch_sizes(args)
+    sizes = [*dict.fromkeys(batch_sizes(args))]
     if args.two_bw_correction == "auto":
         return [_note_of_auto(args, size, several=len(sizes) > 1) for size in sizes]
     if args.two_bw_correction == "none" and not args.two_bw_sync_iterations:

@@ -208,7 +208,14 @@ def _of_the_batch(args: Args) -> Iterator[str]:
         yield "--two-bw-extra-warmup of 2 or more does not work with --timing-log-level 2 on NCCL: use level 1 or 0"
     if not (replica := correction.replica(args)):
         return  # Megatron says so
-    size = correction.batch_sizes(args)[0]
+    sizes = correction.batch_sizes(args)
+    if sizes != sorted(sizes):
+        yield "--step-batch-size-schedule: Megatron ends a run at a smaller batch; give steps whose sizes increase"
+    if args.step_batch_size_schedule and not args.load:  # a resumed run may have passed small batches
+        for size in sizes:
+            if size % replica:
+                yield f"--step-batch-size-schedule: a batch of {size} is no multiple of a microbatch, {replica} samples"
+    size = sizes[0]
     schedule = schedule_of(args.pipeline_schedule, gradient_slots=args.two_bw_gradient_slots, extra_warmup=extra)
     if schedule is not None and (needed := schedule.min_microbatches(stages)) > size // replica:
         flag = "--step-batch-size-schedule, a batch of" if args.step_batch_size_schedule else "--global-batch-size"

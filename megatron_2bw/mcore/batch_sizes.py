@@ -30,13 +30,15 @@ def position(args: argparse.Namespace) -> Position:
     microbatches = calculators.get_num_microbatches()
     if args.step_batch_size_schedule is None:
         return Position(args.curr_iteration, args.train_iters, microbatches)
-    size = calculators.get_current_global_batch_size()
+    calculator = calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    size = calculator.get_current_global_batch_size()
     samples = args.consumed_train_samples
-    for start, other in calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR.schedule:
-        if start > samples and other != size:
-            end = args.curr_iteration + math.ceil((start - samples) / size)
-            if end < args.train_iters:
-                return Position(args.curr_iteration, end, microbatches * other // size)
+    for start, _ in calculator.schedule:
+        batches = max(math.ceil((start - samples) / size), 0)
+        other = calculator._get_batch_size_for_samples(samples + batches * size)  # a batch may skip a step
+        end = args.curr_iteration + batches
+        if other != size and end < args.train_iters:
+            return Position(args.curr_iteration, end, microbatches * other // size)
     return Position(args.curr_iteration, args.train_iters, microbatches)
 
 

@@ -33,6 +33,8 @@ def case(flag: str, words: str = "", stages: int = 2, microbatches: int = 2, sch
             global_batch_size=None,
             step_batch_size_schedule="0:2 64:8",
         ),
+        case("--step-batch-size-schedule: Megatron", global_batch_size=None, step_batch_size_schedule="0:8 64:4"),
+        case("--step-batch-size-schedule: a batch of 7", global_batch_size=None, step_batch_size_schedule="0:4 64:7"),
         case("argument --two-bw-sync-iterations", two_bw_sync_iterations="1.5%"),
         case("--two-bw-correction", schedule="megatron", two_bw_correction="auto"),
         case("--two-bw-correction-factor", **ADDS, two_bw_correction_factor=2.5),

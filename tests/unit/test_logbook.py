@@ -215,6 +215,10 @@ def test_a_runs_iterations_and_samples_under_a_batch_schedule(cpu_layer, monkeyp
     args.consumed_train_samples, args.curr_iteration = 24, 3
     calculator.update(24, consistency_check=True)
     assert position(args) == (3, 7, 8)
+    calculator = calculators.StepBatchsizeNumMicroBatchesCalculator(2, 1, False, 1, "0:4 48:8 64:16", seq_length=16)
+    monkeypatch.setattr(calculators, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", calculator)
+    args.consumed_train_samples, args.curr_iteration = 0, 0
+    assert position(args) == (0, 1, 8), "no batch has 8 samples"
 
 
 def test_whoever_finishes_early_has_waited_for_the_last(world):
