@@ -81,7 +81,7 @@ class TwoBW(Schedule):
 
     def late(self, stages: int, microbatches: int) -> int | None:
         """How many microbatches of a batch of that size are late; None: all."""
-        if self.late_microbatches == "auto":
+        if isinstance(self.late_microbatches, str):  # "auto"
             return self.late_of_auto(stages, microbatches)
         return self.late_microbatches
 

@@ -157,7 +157,7 @@ BY_SIZE = dict(  # all microbatches are late, or two of four, or two of five
 )
 
 
-@pytest.mark.proof("late", "auto")
+@pytest.mark.proof("late")
 @pytest.mark.parametrize(
     "stages, flags, rule",
     [
