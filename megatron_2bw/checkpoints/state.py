@@ -1,9 +1,9 @@
 """What a checkpoint holds in addition to Megatron's content, and how a run resumes from it.
 
 Under the key `two_bw`: the schedule's name, the number of updates, the loss scale of the next batch, and with 2bw the
-shadow weights, one update older than the model's, as sharded tensors that load at any parallel sizes. With
---two-bw-correction these are the older working copy, and the newer one is saved too. Megatron's entry for the random
-state is the state before the microbatches in flight, which run again after a resume.
+length of the synchronous start and the shadow weights, one update older than the model's, as sharded tensors that load
+at any parallel sizes. With --two-bw-correction these are the older working copy, and the newer one is saved too.
+Megatron's entry for the random state is the state before the microbatches in flight, which run again after a resume.
 
 Invariants:
 - Megatron's content is where Megatron looks for it: plain Megatron reads the checkpoint;

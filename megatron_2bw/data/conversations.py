@@ -105,22 +105,10 @@ class Conversations:
             raise ValueError(f"the chat template refuses it: {str(error) or type(error).__name__}") from error
         return texts[0], spans[0] if marked else [], marked
 
-    @cached_property
-    def _takes_parts(self) -> bool:
-        """Whether the chat template takes a list of texts as content. Others print the list, or fail."""
-        try:
-            text = self._render([{"role": "user", "content": [{"type": "text", "text": "some words"}]}], None)[0]
-        except ValueError:
-            return False
-        return "some words" in text and "'text'" not in text
-
     def _rendered(self, turns: list[Turn], tools: list[dict] | None) -> tuple[str, Spans]:
         """The text of the chat template, and where the assistant's is that the model learns."""
         messages = [message for message, _ in turns]
         self._check([messages, tools])
-        for message in messages:
-            if isinstance(message.get("content"), list) and not self._takes_parts:
-                message["content"] = "".join(part["text"] for part in message["content"])
         text, spans, marked = self._render(messages, tools)
         for number, (message, learned) in enumerate(turns):
             if message["role"] != "assistant" or learned == marked:  # it needs no span, or has the template's
@@ -185,7 +173,7 @@ def _turn(given: Any, where: str) -> Turn:
         if bad := [part for part in content if not isinstance(part, dict) or not isinstance(part.get("text"), str)]:
             kind = bad[0].get("type") if isinstance(bad[0], dict) else type(bad[0]).__name__
             raise ValueError(f"{where}.content has a part of the type {kind}: the model learns parts of text only")
-        message["content"] = [{"type": "text", "text": part["text"]} for part in content]
+        message["content"] = "".join(part["text"] for part in content)
     elif not isinstance(content, str):
         raise ValueError(f"{where} has {type(content).__name__} as its content: give a string, or tool_calls")
     return message, all(masks.values())

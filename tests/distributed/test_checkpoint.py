@@ -190,7 +190,7 @@ def test_what_a_checkpoint_holds(saved):
     checkpoint = saved.folder / f"iter_{SAVED:07d}"
     own = dist_checkpointing.load_common_state_dict(checkpoint)["two_bw"]
     own.pop("shadow", None)
-    flags = {"has_shadow": True, "has_working": False, "factor": None}
+    flags = {"has_shadow": True, "has_working": False, "factor": None, "sync_iterations": 0}
     assert own == {"schedule": "2bw", "version": SAVED, "loss_scale": 1.0} | flags
     entries = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     sizes = {name: entry.size for name, entry in entries.items() if hasattr(entry, "size")}

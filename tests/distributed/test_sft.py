@@ -68,12 +68,8 @@ def test_the_targets_alone_count(tmp_path, stages, flags):
 
 def test_a_batch_schedule_has_enough_samples(tmp_path):
     """Megatron asks the dataset for as many batches of the smallest size: 12 samples, where 40 are used."""
-    prefix = stored(tmp_path / "chats", CHATS)
     sizes = dict(global_batch_size=None, step_batch_size_schedule="0:4 128:8", split="100,0,0")
-
-    def argv(stages: int) -> list[str]:
-        words = command(stages, 2, "2bw", UNTIED, "--sft-data", **sizes)
-        return [word for word in words if word != "--mock-data"] + ["--data-path", str(prefix)]
-
-    runs = run_pipeline(argv(2), 2)
-    assert_same(runs, run_reference(runs, argv(1), (2, 2, 4, 4, 4, 4)), exact=True)
+    argv = command(1, 2, "2bw", UNTIED, "--sft-data", "--data-path", stored(tmp_path / "chats", CHATS), **sizes)
+    argv = [str(word) for word in argv if word != "--mock-data"]
+    runs = run_pipeline(argv, 1)
+    assert_same(runs, run_reference(runs, argv, (2, 2, 4, 4, 4, 4)), exact=True)

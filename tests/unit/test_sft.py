@@ -38,7 +38,6 @@ CALLS = (
     "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-PARTS = "{% for m in messages %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}"
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 CHAT = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2 é"}]
 LONGER = [{"role": "system", "content": "Sum."}, *CHAT, {"role": "user", "content": "So"}]
@@ -136,9 +135,6 @@ def test_system_prompts_and_content_in_parts(tmp_path, capsys):
     lines = [{"messages": parts, **system}, {"conversations": sharegpt, **system}, {"messages": LONGER[:3], **system}]
     status, _, err = prepare(tmp_path, capsys, CHATML, *lines)
     assert status == 0 and shown(tmp_path) == [f"{FIRST}{TURN}⟦2 é<|im_end|>\n⟧"] * 3, err
-    answer = {"role": "assistant", "content": [{"type": "text", "text": "2"}]}
-    status, _, err = prepare(tmp_path / "parts", capsys, PARTS, {"messages": [parts[0], answer]})
-    assert status == 0 and shown(tmp_path / "parts") == ["[1+][1?]⟦[2]⟧"], err
 
 
 def test_calls_of_functions(tmp_path, capsys):
