@@ -37,7 +37,7 @@ NAMES = {
     "model_float16_groups model_fp32_groups shard_fp32_from_float16_groups shard_fp32_groups",
     f"{CORE}.num_microbatches_calculator:": "_GLOBAL_NUM_MICROBATCHES_CALCULATOR",
     f"{CORE}.num_microbatches_calculator:StepBatchsizeNumMicroBatchesCalculator": (
-        "schedule current_global_batch_size _get_batch_size_for_samples(consumed_samples)"
+        "schedule current_global_batch_size get() _get_batch_size_for_samples(consumed_samples)"
     ),
     f"{CORE}.optimizer_param_scheduler:OptimizerParamScheduler": "step(increment)",
     f"{CORE}.optimizer.optimizer_config:OptimizerConfig": "timers",

@@ -27,13 +27,11 @@ class Position(NamedTuple):
 
 def position(args: argparse.Namespace) -> Position:
     """Where the training loop of `args` is."""
-    microbatches = calculators.get_num_microbatches()
-    if args.step_batch_size_schedule is None:
-        return Position(args.curr_iteration, args.train_iters, microbatches)
     calculator = calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    microbatches = calculator.get()
     size = calculator.get_current_global_batch_size()
     samples = args.consumed_train_samples
-    for start, _ in calculator.schedule:
+    for start, _ in getattr(calculator, "schedule", ()):  # a constant size has none
         batches = max(math.ceil((start - samples) / size), 0)
         other = calculator._get_batch_size_for_samples(samples + batches * size)  # a batch may skip a step
         end = args.curr_iteration + batches
@@ -46,10 +44,10 @@ def planned(args: argparse.Namespace, iteration: int = 0, samples: int = 0) -> t
     """Iterations and samples of the whole run, which has consumed `samples` before `iteration`."""
     if args.step_batch_size_schedule is None:
         size = calculators.get_current_running_global_batch_size()
-        iterations = args.train_iters or args.train_samples // args.global_batch_size
+        iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
         return iterations, samples + (iterations - iteration) * size
     calculator = calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR
-    while iteration < args.train_iters if args.train_iters else samples < args.train_samples:
+    while iteration < args.train_iters if args.train_iters else samples < (args.train_samples or 0):
         samples += calculator._get_batch_size_for_samples(samples)
         iteration += 1
     return iteration, samples

@@ -83,12 +83,11 @@ def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
     if args.rank == 0:
         for line in correction.notes(args):
             print(line, flush=True)
-    iterations, _ = planned(args)
     schedule = schedule_of(
         args.pipeline_schedule,
         gradient_slots=args.two_bw_gradient_slots,
         extra_warmup=args.two_bw_extra_warmup,
-        sync_iterations=own.sync_iterations(args, iterations),
+        sync_iterations=own.sync_iterations(args, planned(args)[0]),
         late_microbatches=correction.late_microbatches(args),
         gpipe_round=args.gpipe_round,
     )

@@ -108,7 +108,7 @@ def dataset_config(kind: type, args: Any, **more: Any) -> Any:
 def build_datasets(kind: type, samples: list[int], builds: Callable[[], bool], config: Any) -> list[Any]:
     """Training, validation and test datasets of a `kind`, on the ranks where `builds` is true.
 
-    Megatron counts all training batches with one size. With a batch schedule there are more samples, or less.
+    Megatron counts all training batches with one size. With a batch schedule the run uses another number.
     """
     args = get_args()
     if args.step_batch_size_schedule is not None:

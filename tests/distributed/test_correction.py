@@ -126,7 +126,7 @@ def test_resumed_run_is_the_uninterrupted_one(name, tmp_path):
 def test_one_plan_for_all_saves(tmp_path):
     """The first save is in the synchronous start; Megatron takes its list of tensors for the later ones too.
 
-    The start is over in the second checkpoint, whatever the resumed run asks for.
+    A resumed run has the length of start of its checkpoint, not that of its command line.
     """
     argv = command(2, 2, "2bw", "--ckpt-assume-constant-structure", two_bw_sync_iterations=3, **EXTRAPOLATE)
     whole = run_pipeline([*argv, "--save", str(tmp_path), "--save-interval", "2"], 2)
