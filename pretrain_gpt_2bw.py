@@ -1,6 +1,8 @@
-"""Pretrain GPT with Megatron's training loop and any of the pipeline schedules: see README.md.
+"""Pretrain GPT with Megatron's training loop and any of the pipeline schedules: see
+README.md.
 
-torchrun --nproc-per-node 2 pretrain_gpt_2bw.py --pipeline-schedule 2bw --pipeline-model-parallel-size 2 ...
+torchrun --nproc-per-node 2 pretrain_gpt_2bw.py --pipeline-schedule 2bw
+--pipeline-model-parallel-size 2 ...
 """
 
 from megatron_2bw.start.launch import launch

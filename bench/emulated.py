@@ -1,7 +1,9 @@
-"""Pipelines whose stages also sleep, so that many processes on few cores behave like many devices.
+"""Pipelines whose stages also sleep, so that many processes on few cores behave like
+many devices.
 
-The Megatron rows train a tiny real GPT through the real entry path (parser, training loop, optimizer, data); each
-stage's forward and backward also sleeps. The peers of torch.distributed.pipelining run layers that sleep as long.
+The Megatron rows train a tiny real GPT through the real entry path (parser, training
+loop, optimizer, data); each stage's forward and backward also sleeps. The peers of
+torch.distributed.pipelining run layers that sleep as long.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from megatron_2bw.gpu_check import entry
 
 @dataclass
 class Observed:
-    """Measurements of a rank. ends: time.monotonic() at the end of each iteration (one clock for all processes)."""
+    """Measurements of a rank. ends: time.monotonic() at the end of each iteration (one
+    clock for all processes)."""
 
     ends: list[float] = field(default_factory=list)
-    peak_activations: int = 0  # microbatches (chunks of them, if interleaved) between their forward and backward
+    # microbatches (chunks of them, if interleaved) between their forward and backward
+    peak_activations: int = 0
     versions: int = 0  # weight storages that forwards ran on
     activations: int = 0  # now
 
@@ -33,7 +37,8 @@ class Observed:
 
 
 def iteration_seconds(runs: list[Observed]) -> float:
-    """Median time from one end of an iteration to the next on the first stage, in the steady state.
+    """Median time from one end of an iteration to the next on the first stage, in the
+    steady state.
 
     The first three iterations fill the pipeline and load code, the last two empty it.
     """
@@ -49,7 +54,8 @@ class Sleep(torch.autograd.Function):
         ctx.backward_seconds, ctx.note = backward, note
         note(1)
         time.sleep(forward)
-        return tensor.clone()  # not a view: Megatron frees the memory of outputs that it has sent
+        # not a view: Megatron frees the memory of outputs that it has sent
+        return tensor.clone()
 
     @staticmethod
     def backward(ctx, gradient):
@@ -70,11 +76,13 @@ def train(
     after_step=entry.nothing,
     step: float = 0.0,
 ) -> Observed:
-    """Run pretrain_gpt_2bw.py with `argv`; each stage sleeps `forward` and `backward` seconds a microbatch.
+    """Run pretrain_gpt_2bw.py with `argv`; each stage sleeps `forward` and `backward`
+    seconds a microbatch.
 
     step        seconds that the optimizer's step sleeps too
-    kind        "as-nccl": post receives no earlier than on NCCL (`Receiver.hold_back`); "limit": a stage makes its
-                inputs and output gradients itself, and sends no messages
+    kind        "as-nccl": post receives no earlier than on NCCL (`Receiver.hold_back`);
+                "limit": a stage makes its inputs and output gradients itself, and sends
+                no messages
     after_step  called after each iteration, with its losses by name
     """
     from megatron.core.utils import get_attr_wrapped_model
@@ -85,7 +93,10 @@ def train(
         complete = SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
         Channel.receive = lambda self, tensor: (tensor.normal_(std=0.01), complete)[1]
         Channel.send = lambda self, tensor: complete
-    forward, backward = (seconds[rank] if isinstance(seconds, list) else seconds for seconds in (forward, backward))
+    forward, backward = (
+        seconds[rank] if isinstance(seconds, list) else seconds
+        for seconds in (forward, backward)
+    )
     observed, storages = Observed(), set()
 
     def sleep_in(model, optimizer):
@@ -100,7 +111,9 @@ def train(
                 if not torch.is_grad_enabled():
                     return output
                 storages.add(weight.data_ptr())
-                return Sleep.apply(output, forward / len(model), backward / len(model), observed.note)
+                return Sleep.apply(
+                    output, forward / len(model), backward / len(model), observed.note
+                )
 
             decoder.register_forward_hook(sleep)
 
@@ -114,7 +127,8 @@ def train(
 
 
 class SleepingLayer(torch.nn.Module):
-    """A linear layer; half of the backward belongs to the input's gradient, half to the weight's."""
+    """A linear layer; half of the backward belongs to the input's gradient, half to the
+    weight's."""
 
     def __init__(self, size: int, forward: float, backward: float, note):
         super().__init__()
@@ -126,7 +140,9 @@ class SleepingLayer(torch.nn.Module):
         if not x.requires_grad:  # a first stage has an embedding before its layers
             x = x.detach().requires_grad_()
         x = Sleep.apply(x, forward, backward / 2, self.note)
-        return torch.nn.functional.linear(x, Sleep.apply(self.weight, 0.0, backward / 2, lambda change: None))
+        return torch.nn.functional.linear(
+            x, Sleep.apply(self.weight, 0.0, backward / 2, lambda change: None)
+        )
 
 
 # Classes of torch.distributed.pipelining, and chunks per rank.
@@ -139,23 +155,42 @@ PEERS = {
 
 
 def train_with_torch(
-    rank: int, schedule: str, stages: int, microbatches: int, forward: float, backward: float, iterations: int
+    rank: int,
+    schedule: str,
+    stages: int,
+    microbatches: int,
+    forward: float,
+    backward: float,
+    iterations: int,
 ) -> Observed:
-    """Run a schedule of torch.distributed.pipelining on sleeping layers, with SGD and without clipping."""
+    """Run a schedule of torch.distributed.pipelining on sleeping layers, with SGD and
+    without clipping."""
     from torch.distributed import pipelining
 
     dist.init_process_group("gloo")
     observed, size = Observed(versions=1), 16
     kind, chunks = PEERS[schedule]
     # ZBV: the first chunks go down the ranks, the second chunks back up.
-    numbers = [rank, 2 * stages - 1 - rank] if schedule == "torch-zbv" else range(rank, chunks * stages, stages)
+    numbers = (
+        [rank, 2 * stages - 1 - rank]
+        if schedule == "torch-zbv"
+        else range(rank, chunks * stages, stages)
+    )
     parts = []
     for number in numbers:
         layer = SleepingLayer(size, forward / chunks, backward / chunks, observed.note)
-        parts.append(pipelining.PipelineStage(layer, number, chunks * stages, torch.device("cpu")))
-    optimizer = torch.optim.SGD([p for part in parts for p in part.submod.parameters()], lr=1e-3)
+        parts.append(
+            pipelining.PipelineStage(
+                layer, number, chunks * stages, torch.device("cpu")
+            )
+        )
+    optimizer = torch.optim.SGD(
+        [p for part in parts for p in part.submod.parameters()], lr=1e-3
+    )
     loss = torch.nn.functional.mse_loss
-    runner = getattr(pipelining, kind)(parts if chunks > 1 else parts[0], microbatches, loss_fn=loss)
+    runner = getattr(pipelining, kind)(
+        parts if chunks > 1 else parts[0], microbatches, loss_fn=loss
+    )
     batch = torch.ones(microbatches, size)
     inputs = [batch] if any(part.is_first for part in parts) else []
     targets = {"target": batch * 2} if any(part.is_last for part in parts) else {}

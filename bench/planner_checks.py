@@ -1,4 +1,5 @@
-"""What the sections of planner_accuracy.py share: a check, the published tables, the planner's costs and plans."""
+"""What the sections of planner_accuracy.py share: a check, the published tables, the
+planner's costs and plans."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from megatron_2bw.planner.find.search import Search
 from megatron_2bw.planner.find.space import Space
 
 MEASURED = Path(__file__).resolve().parent / "measured"
-# The paper's system: no tensor parallelism, no sharded optimizer, even stages, every layer recomputed or none, and
-# the warm-up of 1F1B.
+# The paper's system: no tensor parallelism, no sharded optimizer, even stages, every
+# layer recomputed or none, and the warm-up of 1F1B.
 PAPER = Space(
     512,
     schedules=("2bw",),
@@ -31,7 +32,8 @@ PAPER = Space(
 
 @dataclass
 class Check:
-    """One claim: its rows, the bar, the result, and what the prediction takes for granted."""
+    """One claim: its rows, the bar, the result, and what the prediction takes for
+    granted."""
 
     name: str
     source: str
@@ -52,16 +54,32 @@ def within(
     shown: bool = True,
     assumes: str = "",
 ) -> Check:
-    """Whether the relative error `key` of each row, apart from rows that the planner was fitted to, is small enough."""
+    """Whether the relative error `key` of each row, apart from rows that the planner
+    was fitted to, is small enough."""
     worst = max(abs(row[key]) for row in rows if not row.get("fitted to"))
     bar, result = f"{what}within {percent:g} %", f"largest error {worst:.1%}"
-    return Check(name, source, bar, worst <= percent / 100, result, rows if shown else [], assumes)
+    return Check(
+        name,
+        source,
+        bar,
+        worst <= percent / 100,
+        result,
+        rows if shown else [],
+        assumes,
+    )
 
 
-def compared(measured: float, predicted: float, unit: str, digits: int) -> dict[str, float]:
-    """The end of a row: both values, the predicted one rounded, and its relative error."""
+def compared(
+    measured: float, predicted: float, unit: str, digits: int
+) -> dict[str, float]:
+    """The end of a row: both values, the predicted one rounded, and its relative
+    error."""
     error = round(predicted / measured - 1, 3)
-    return {f"measured {unit}": measured, f"predicted {unit}": round(predicted, digits), "error": error}
+    return {
+        f"measured {unit}": measured,
+        f"predicted {unit}": round(predicted, digits),
+        "error": error,
+    }
 
 
 def table(name: str) -> list[dict[str, str]]:
@@ -80,8 +98,15 @@ def shape_of(row: dict[str, str], name: str, **more: int) -> model.Model:
 
 
 def a100_cost(shape: model.Model, gpus: int) -> Cost:
-    """On servers of 8 A100-80GB, with Megatron of that time: no flash attention, blocking exchanges."""
-    return Cost(shape, cluster.preset("dgx-a100-80", -(-gpus // 8)), "bf16", flash=False, old_exchange=True)
+    """On servers of 8 A100-80GB, with Megatron of that time: no flash attention,
+    blocking exchanges."""
+    return Cost(
+        shape,
+        cluster.preset("dgx-a100-80", -(-gpus // 8)),
+        "bf16",
+        flash=False,
+        old_exchange=True,
+    )
 
 
 def best(cost: Cost, space: Space) -> Plan | None:

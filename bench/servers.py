@@ -1,8 +1,11 @@
-"""Two servers on one machine: network namespaces, joined by a link with a rate limit and a byte counter.
+"""Two servers on one machine: network namespaces, joined by a link with a rate limit
+and a byte counter.
 
-Invariant: all names made here contain this process's id; the `with` block removes what they name, also after an error.
+Invariant: all names made here contain this process's id; the `with` block removes what
+they name, also after an error.
 
-Linux, root, and the commands ip and tc (iproute2). Each direction of the link has a token bucket (tc's tbf) of its own.
+Linux, root, and the commands ip and tc (iproute2). Each direction of the link has a
+token bucket (tc's tbf) of its own.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ import psutil
 
 from megatron_2bw.errors import UserError
 
-INTERFACE, ADDRESSES = "wire", ("10.0.0.1", "10.0.0.2")  # no other host is in these networks
-# Packets leave in pieces of at most this size, so that the bucket can be small: its content passes at full speed.
+# no other host is in these networks
+INTERFACE, ADDRESSES = "wire", ("10.0.0.1", "10.0.0.2")
+# Packets leave in pieces of at most this size, so that the bucket can be small: its
+# content passes at full speed.
 PIECE, BUCKET, QUEUE, MTU = 16384, 24576, 8 << 20, 9000  # bytes
 _PREFIX, _FOLDER, _TCP = "2bw-", Path("/run/netns"), Path("/proc/sys/net/ipv4")
 
@@ -37,14 +42,40 @@ class Servers:
             for name in self.names:
                 _run("ip", "netns", "add", name)
                 _run("ip", "-n", name, "link", "set", "lo", "up")
-            ends = [["name", INTERFACE, "netns", name, "mtu", str(MTU)] for name in self.names]
+            ends = [
+                ["name", INTERFACE, "netns", name, "mtu", str(MTU)]
+                for name in self.names
+            ]
             _run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
             for name, address in zip(self.names, ADDRESSES):
-                _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
-                _run("ip", "-n", name, "link", "set", "dev", INTERFACE, "gso_max_size", str(PIECE - 100), "up")
-            for number in (0, 1):  # TCP as training clusters set it; this machine's defaults are for the internet
+                _run(
+                    "ip",
+                    "-n",
+                    name,
+                    "address",
+                    "add",
+                    f"{address}/24",
+                    "dev",
+                    INTERFACE,
+                )
+                _run(
+                    "ip",
+                    "-n",
+                    name,
+                    "link",
+                    "set",
+                    "dev",
+                    INTERFACE,
+                    "gso_max_size",
+                    str(PIECE - 100),
+                    "up",
+                )
+            # TCP as training clusters set it; this machine's defaults are for the
+            # internet
+            for number in (0, 1):
                 with self.inside(number):
-                    (_TCP / "tcp_congestion_control").write_text("reno")  # every namespace may choose it
+                    # every namespace may choose it
+                    (_TCP / "tcp_congestion_control").write_text("reno")
                     (_TCP / "tcp_slow_start_after_idle").write_text("0")
         except BaseException:
             self._remove()
@@ -63,15 +94,31 @@ class Servers:
         """Limit the link to `megabits` Mbit/s in each direction; None: no limit."""
         for name in self.names:
             if megabits is not None:
-                bucket = f"tbf rate {megabits * 1e6:.0f}bit burst {BUCKET} limit {QUEUE}"
-                _run("tc", "-n", name, "qdisc", "replace", "dev", INTERFACE, "root", *bucket.split())
+                bucket = (
+                    f"tbf rate {megabits * 1e6:.0f}bit burst {BUCKET} limit {QUEUE}"
+                )
+                _run(
+                    "tc",
+                    "-n",
+                    name,
+                    "qdisc",
+                    "replace",
+                    "dev",
+                    INTERFACE,
+                    "root",
+                    *bucket.split(),
+                )
             elif b"tbf" in _run("tc", "-n", name, "qdisc", "show", "dev", INTERFACE):
                 _run("tc", "-n", name, "qdisc", "delete", "dev", INTERFACE, "root")
 
     @contextlib.contextmanager
     def inside(self, number: int) -> Iterator[None]:
-        """Move the calling thread to server `number`: its sockets and network files are that server's."""
-        with open("/proc/thread-self/ns/net") as outside, open(_FOLDER / self.names[number]) as there:
+        """Move the calling thread to server `number`: its sockets and network files are
+        that server's."""
+        with (
+            open("/proc/thread-self/ns/net") as outside,
+            open(_FOLDER / self.names[number]) as there,
+        ):
             os.setns(there.fileno(), os.CLONE_NEWNET)
             try:
                 yield
@@ -79,7 +126,8 @@ class Servers:
                 os.setns(outside.fileno(), os.CLONE_NEWNET)
 
     def rate(self, megabits: float | None, seconds: float = 0.2) -> float:
-        """Mbit/s of a long transfer from server 0 to 1 by plain TCP, at the present limit `megabits`."""
+        """Mbit/s of a long transfer from server 0 to 1 by plain TCP, at the present
+        limit `megabits`."""
         with self.inside(1), socket.create_server((ADDRESSES[1], 0)) as waiting:
             address = waiting.getsockname()
             with self.inside(0):
@@ -97,13 +145,17 @@ class Servers:
 
 
 def sent_bytes() -> int:
-    """Bytes that this process's server has sent over the link, by its kernel's count."""
+    """Bytes that this process's server has sent over the link, by its kernel's
+    count."""
     return psutil.net_io_counters(pernic=True)[INTERFACE].bytes_sent
 
 
 def _run(*command: str) -> bytes:
     done = subprocess.run(command, capture_output=True, check=False)
     if done.returncode:
-        why = " ".join(done.stderr.decode(errors="replace").split()) or f"status {done.returncode}"
+        why = (
+            " ".join(done.stderr.decode(errors="replace").split())
+            or f"status {done.returncode}"
+        )
         raise UserError(f"{' '.join(command)}: {why}")
     return done.stdout

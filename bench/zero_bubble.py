@@ -1,7 +1,8 @@
-"""The schedules of zero-bubble pipeline parallelism (Qi et al. 2023, arXiv 2401.10241), to check the simulator with.
+"""The schedules of zero-bubble pipeline parallelism (Qi et al. 2023, arXiv 2401.10241),
+to check the simulator with.
 
-They split a backward into the inputs' part B and the weights' part W, and let the iterations follow each other without
-a common step. Nothing of this project runs them.
+They split a backward into the inputs' part B and the weights' part W, and let the
+iterations follow each other without a common step. Nothing of this project runs them.
 """
 
 from __future__ import annotations
@@ -17,13 +18,20 @@ class ZeroBubble(Schedule):
     summary = "backwards split in two, no common step"
 
 
-def order(stages: int, microbatches: int, times: Times, limit: int, kept: float) -> list[list[Action]]:
-    """Lists of a greedy schedule: a backward as soon as its gradient is there, else a forward, else a W.
+def order(
+    stages: int, microbatches: int, times: Times, limit: int, kept: float
+) -> list[list[Action]]:
+    """Lists of a greedy schedule: a backward as soon as its gradient is there, else a
+    forward, else a W.
 
     limit  microbatches whose activations a stage may hold (p for ZB-1p, 2p for ZB-2p)
     kept   share of a microbatch's activations that stays from its B to its W
     """
-    took = {F: times.of("forward", stages), B: times.of("backward", stages), W: times.of("weight", stages)}
+    took = {
+        F: times.of("forward", stages),
+        B: times.of("backward", stages),
+        W: times.of("weight", stages),
+    }
     transfer = times.of("transfer", stages)
     lists: list[list[Action]] = [[] for _ in range(stages)]
     arrived = {F: [{} for _ in range(stages)], B: [{} for _ in range(stages)]}
@@ -33,14 +41,18 @@ def order(stages: int, microbatches: int, times: Times, limit: int, kept: float)
     while queue:
         now, stage = heapq.heappop(queue)
         if now < free[stage]:
-            continue  # something arrived while it was busy; it looks again when it is free
+            # something arrived while it was busy; it looks again when it is free
+            continue
         mine = done[stage]
-        came = {kind: arrived[kind][stage].get(mine[kind], float("inf")) for kind in (F, B)}
+        came = {
+            kind: arrived[kind][stage].get(mine[kind], float("inf")) for kind in (F, B)
+        }
         if held[stage] + 1 > limit + 1e-9:
             came[F] = float("inf")
         kind = B if came[B] <= now else F if came[F] <= now else W
         if kind == W and mine[W] == mine[B]:
-            if min(came.values()) < float("inf"):  # wait for what is under way; or park until something arrives
+            # wait for what is under way; or park until something arrives
+            if min(came.values()) < float("inf"):
                 heapq.heappush(queue, (min(came.values()), stage))
             continue
         x, end = mine[kind], now + took[kind][stage]
@@ -61,8 +73,15 @@ def order(stages: int, microbatches: int, times: Times, limit: int, kept: float)
     return lists
 
 
-def iteration_time(stages: int, microbatches: int, times: Times, limit: int, kept: float) -> float:
-    """The longest that a stage is taken by one iteration; the next one follows on that stage at once."""
-    events = simulate_lists(ZeroBubble(), order(stages, microbatches, times, limit, kept), times)
-    own = [[event for event in events if event.stage == stage] for stage in range(stages)]
+def iteration_time(
+    stages: int, microbatches: int, times: Times, limit: int, kept: float
+) -> float:
+    """The longest that a stage is taken by one iteration; the next one follows on that
+    stage at once."""
+    events = simulate_lists(
+        ZeroBubble(), order(stages, microbatches, times, limit, kept), times
+    )
+    own = [
+        [event for event in events if event.stage == stage] for stage in range(stages)
+    ]
     return max(max(e.end for e in mine) - min(e.start for e in mine) for mine in own)

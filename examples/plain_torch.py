@@ -1,12 +1,17 @@
-"""PipeDream-2BW on plain PyTorch: a small network in stages, and one process that follows the same update rule.
+"""PipeDream-2BW on plain PyTorch: a small network in stages, and one process that
+follows the same update rule.
 
-    python examples/plain_torch.py --stages 2                      # starts its own ranks
-    torchrun --nproc-per-node 2 examples/plain_torch.py            # or runs as ranks of torchrun
+    python examples/plain_torch.py --stages 2                      # starts its own
+    ranks
+    torchrun --nproc-per-node 2 examples/plain_torch.py            # or runs as ranks of
+    torchrun
 
-Each stage runs the actions of its schedule: forwards and backwards of microbatches, messages to its neighbours, one
-update per batch. The update of batch j (gradient norm over all stages, clipping, Adam) runs in a thread while batch
-j + 1 computes. So no stage waits for another at the end of a batch, and every gradient is late by one update. Tensors
-are on the CPU and messages go over gloo; `LateUpdate` says what changes for a step on a GPU.
+Each stage runs the actions of its schedule: forwards and backwards of microbatches,
+messages to its neighbours, one update per batch. The update of batch j (gradient norm
+over all stages, clipping, Adam) runs in a thread while batch j + 1 computes. So no
+stage waits for another at the end of a batch, and every gradient is late by one update.
+Tensors are on the CPU and messages go over gloo; `LateUpdate` says what changes for a
+step on a GPU.
 """
 
 import argparse
@@ -18,14 +23,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_2bw import LateUpdate, Pipeline, Shape, TwoBW, WeightStores, Worker, connect
+from megatron_2bw import (
+    LateUpdate,
+    Pipeline,
+    Shape,
+    TwoBW,
+    WeightStores,
+    Worker,
+    connect,
+)
 
 SAMPLES, WIDTH, LAYERS, MICROBATCHES, ITERATIONS, CLIP = 8, 16, 4, 4, 20, 0.05
 
 
 def data(microbatch):
-    """Inputs and targets [SAMPLES, WIDTH] of one microbatch; batch j holds MICROBATCHES of them."""
-    inputs = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(microbatch))
+    """Inputs and targets [SAMPLES, WIDTH] of one microbatch; batch j holds MICROBATCHES
+    of them."""
+    inputs = torch.randn(
+        SAMPLES, WIDTH, generator=torch.Generator().manual_seed(microbatch)
+    )
     return inputs, inputs.flip(1).tanh()
 
 
@@ -33,11 +49,14 @@ def layers_of(stage, stages):
     """The layers of one stage, with the same weights for every number of stages."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
-    return nn.Sequential(*layers[stage * LAYERS // stages : (stage + 1) * LAYERS // stages])
+    return nn.Sequential(
+        *layers[stage * LAYERS // stages : (stage + 1) * LAYERS // stages]
+    )
 
 
 class ModuleStage:
-    """What `Pipeline` asks of a stage: an empty tensor for a message, a forward, a backward."""
+    """What `Pipeline` asks of a stage: an empty tensor for a message, a forward, a
+    backward."""
 
     def __init__(self, layers, is_last, microbatches=MICROBATCHES):
         self.layers, self.is_last, self.microbatches = layers, is_last, microbatches
@@ -51,7 +70,8 @@ class ModuleStage:
         output = self.layers(inputs if received is None else received)
         if not self.is_last:
             return output
-        loss = nn.functional.mse_loss(output, targets) / self.microbatches  # so that a batch's gradients add up
+        # so that a batch's gradients add up
+        loss = nn.functional.mse_loss(output, targets) / self.microbatches
         self.losses[microbatch // self.microbatches] += loss.detach()
         return loss
 
@@ -61,7 +81,8 @@ class ModuleStage:
 
 
 def make_step(params, gather):
-    """The step of one stage: clip by the norm over all stages, Adam on main parameters, write the weights to `target`.
+    """The step of one stage: clip by the norm over all stages, Adam on main parameters,
+    write the weights to `target`.
 
     gather: from a tensor of this stage to the list of all stages' tensors
     """
@@ -69,7 +90,9 @@ def make_step(params, gather):
     adam = torch.optim.Adam(mains, lr=1e-2)
 
     def step(gradients, target):
-        norm = sum(gather(sum(gradient.square().sum() for gradient in gradients))).sqrt()
+        norm = sum(
+            gather(sum(gradient.square().sum() for gradient in gradients))
+        ).sqrt()
         for main, gradient in zip(mains, gradients):
             main.grad = gradient * (CLIP / norm).clamp(max=1)
         adam.step()
@@ -85,7 +108,8 @@ def late_update(schedule, stores, step):
 
 
 def train(schedule, shape, index, neighbours, gather, make_update=late_update):
-    """Train stage `index`. Returns the batches' losses (on the last stage) and the final weights."""
+    """Train stage `index`. Returns the batches' losses (on the last stage) and the
+    final weights."""
     layers = layers_of(index, shape.stages)
     stage = ModuleStage(layers, index == shape.stages - 1, shape.microbatches)
     stores = WeightStores(layers.parameters(), schedule.max_versions(shape, index))
@@ -95,15 +119,22 @@ def train(schedule, shape, index, neighbours, gather, make_update=late_update):
         pipeline.run(iteration)
     neighbours.flush()
     stores.bind_newest()
-    return list(stage.losses.values()), [param.detach().clone() for param in stores.params]
+    return list(stage.losses.values()), [
+        param.detach().clone() for param in stores.params
+    ]
 
 
 def reference(stages):
-    """2BW without a pipeline: W(j+1) = W(j) - update(gradient of batch j at W(max(j-1, 0))) (paper, section 3.1)."""
+    """2BW without a pipeline: W(j+1) = W(j) - update(gradient of batch j at W(max(j-1,
+    0))) (paper, section 3.1)."""
     parts = [layers_of(stage, stages) for stage in range(stages)]
     model, weights, squares = ModuleStage(nn.Sequential(*parts), is_last=True), [], []
-    steps = [make_step(list(part.parameters()), lambda square: squares) for part in parts]
-    weights.append([[param.detach().clone() for param in part.parameters()] for part in parts])
+    steps = [
+        make_step(list(part.parameters()), lambda square: squares) for part in parts
+    ]
+    weights.append(
+        [[param.detach().clone() for param in part.parameters()] for part in parts]
+    )
     for batch in range(ITERATIONS):
         for part, values in zip(parts, weights[max(batch - 1, 0)]):
             for param, value in zip(part.parameters(), values):
@@ -111,8 +142,12 @@ def reference(stages):
         for microbatch in range(batch * MICROBATCHES, (batch + 1) * MICROBATCHES):
             model.backward(microbatch, None, model.forward(microbatch, None), None)
         gradients = [[param.grad for param in part.parameters()] for part in parts]
-        squares[:] = [sum(gradient.square().sum() for gradient in own) for own in gradients]
-        weights.append([[torch.empty_like(value) for value in own] for own in weights[0]])
+        squares[:] = [
+            sum(gradient.square().sum() for gradient in own) for own in gradients
+        ]
+        weights.append(
+            [[torch.empty_like(value) for value in own] for own in weights[0]]
+        )
         for step, own, target in zip(steps, gradients, weights[-1]):
             step(own, target)
     return list(model.losses.values())
@@ -120,29 +155,46 @@ def reference(stages):
 
 def main(rank, stages, init_method):
     torch.set_num_threads(1)  # as many on all ranks, so that sums have one order
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=stages)
-    neighbours, group = connect(list(range(stages)), rank), dist.new_group()  # the step needs a group of its own
+    dist.init_process_group(
+        "gloo", init_method=init_method, rank=rank, world_size=stages
+    )
+    # the step needs a group of its own
+    neighbours, group = connect(list(range(stages)), rank), dist.new_group()
 
     def gather(tensor):
         tensors = [torch.empty_like(tensor) for _ in range(stages)]
         dist.all_gather(tensors, tensor, group=group)
         return tensors
 
-    losses, _ = train(TwoBW(), Shape(stages, MICROBATCHES, 0, ITERATIONS), rank, neighbours, gather)
+    losses, _ = train(
+        TwoBW(), Shape(stages, MICROBATCHES, 0, ITERATIONS), rank, neighbours, gather
+    )
     if rank == stages - 1:
         print(f"batch   loss, {stages} stages   loss, one process")
-        for batch, (loss, expected) in enumerate(zip(losses, reference(stages), strict=True)):
+        for batch, (loss, expected) in enumerate(
+            zip(losses, reference(stages), strict=True)
+        ):
             same = "the same bits" if torch.equal(loss, expected) else "DIFFERENT"
             print(f"{batch:5}   {loss:14.8f}   {expected:17.8f}   {same}")
     dist.barrier()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, choices=(1, 2, 4), default=2, help="ranks that this script starts")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--stages",
+        type=int,
+        choices=(1, 2, 4),
+        default=2,
+        help="ranks that this script starts",
+    )
     stages = parser.parse_args().stages
     if "RANK" in os.environ:  # torchrun has started this rank
         main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://")
     else:
         with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(main, (stages, f"file://{folder}/store"), nprocs=stages)
+            torch.multiprocessing.spawn(
+                main, (stages, f"file://{folder}/store"), nprocs=stages
+            )

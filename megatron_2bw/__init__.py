@@ -1,6 +1,8 @@
-"""PipeDream-2BW: schedules in pure Python, an engine on plain torch, an extension of Megatron-core.
+"""PipeDream-2BW: schedules in pure Python, an engine on plain torch, an extension of
+Megatron-core.
 
-Importing the package changes nothing and loads nothing; a public name is loaded when it is asked for (PEP 562).
+Importing the package changes nothing and loads nothing; a public name is loaded when it
+is asked for (PEP 562).
 """
 
 from importlib import import_module
@@ -9,10 +11,13 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "megatron_2bw.schedules": "SCHEDULES Action Schedule ScheduleError Shape TwoBW parse schedule_of validate",
+    "megatron_2bw.schedules": (
+        "SCHEDULES Action Schedule ScheduleError Shape TwoBW parse schedule_of validate"
+    ),
     "megatron_2bw.timelines.simulator": "Times simulate",
     "megatron_2bw.core": (
-        "InPlaceUpdate LateUpdate Neighbours Pipeline Stage StashedUpdate StepGroup Update WeightStores Worker connect"
+        "InPlaceUpdate LateUpdate Neighbours Pipeline Stage StashedUpdate "
+        "StepGroup Update WeightStores Worker connect"
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

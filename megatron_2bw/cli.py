@@ -1,6 +1,7 @@
 """megatron-2bw: one command for all that this project does.
 
-Invariant: a command is imported when it is called, so that `--help` and a misspelt name are answered at once.
+Invariant: a command is imported when it is called, so that `--help` and a misspelt name
+are answered at once.
 """
 
 from __future__ import annotations
@@ -15,20 +16,47 @@ from megatron_2bw.errors import did_you_mean, run_program, usage_error
 from megatron_2bw.processes import exit_on_signals
 
 COMMANDS = {  # name: (module:function, what it does)
-    "plan": ("megatron_2bw.planner.cli:main", "the fastest sizes and schedule that fit"),
-    "preprocess": ("megatron_2bw.data.preprocess_cli:main", "text or conversations to Megatron's datasets"),
+    "plan": (
+        "megatron_2bw.planner.cli:main",
+        "the fastest sizes and schedule that fit",
+    ),
+    "preprocess": (
+        "megatron_2bw.data.preprocess_cli:main",
+        "text or conversations to Megatron's datasets",
+    ),
     "train": ("megatron_2bw.start.train:main", "train a GPT or a BERT"),
-    "finetune": ("megatron_2bw.start.finetune:main", "a Hugging Face model on conversations, by one file"),
-    "evaluate": ("megatron_2bw.start.train:evaluate", "validation and test loss of a checkpoint"),
+    "finetune": (
+        "megatron_2bw.start.finetune:main",
+        "a Hugging Face model on conversations, by one file",
+    ),
+    "evaluate": (
+        "megatron_2bw.start.train:evaluate",
+        "validation and test loss of a checkpoint",
+    ),
     "sample": ("megatron_2bw.convert.sample:main", "text from a checkpoint of a GPT"),
     "convert": ("megatron_2bw.convert.cli:main", "from and to Hugging Face models"),
     "simulate": ("megatron_2bw.planner.tools:run_simulate", "a schedule's timeline"),
-    "trace": ("megatron_2bw.timelines.trace:main", "join and draw the records of --two-bw-trace"),
-    "convergence": ("megatron_2bw.convergence.run:main", "the losses with and without 2BW's delay"),
-    "slurm": ("megatron_2bw.slurm.status:main", "the script of a Slurm job, and the states of jobs"),
+    "trace": (
+        "megatron_2bw.timelines.trace:main",
+        "join and draw the records of --two-bw-trace",
+    ),
+    "convergence": (
+        "megatron_2bw.convergence.run:main",
+        "the losses with and without 2BW's delay",
+    ),
+    "slurm": (
+        "megatron_2bw.slurm.status:main",
+        "the script of a Slurm job, and the states of jobs",
+    ),
     "demo": ("megatron_2bw.demo:main", "train a small GPT for two minutes"),
-    "gpu-check": ("megatron_2bw.gpu_check.runner:main", "the schedules on this machine's GPUs"),
-    "doctor": ("megatron_2bw.start.doctor:main", "what is installed, and what it means for a run"),
+    "gpu-check": (
+        "megatron_2bw.gpu_check.runner:main",
+        "the schedules on this machine's GPUs",
+    ),
+    "doctor": (
+        "megatron_2bw.start.doctor:main",
+        "what is installed, and what it means for a run",
+    ),
 }
 EXAMPLES = """
   megatron-2bw plan --model config.json --cluster p3.16xlarge --max-global-batch-size 512 --json plan.json
@@ -50,8 +78,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if name == "completion":
         if words not in ([], ["bash"]):
-            usage_error("megatron-2bw completion", f"{' '.join(words)}: there is a script for bash only")
-        print(Path(__file__).with_name("completion.bash").read_text().replace("COMMANDS", " ".join(COMMANDS)), end="")
+            usage_error(
+                "megatron-2bw completion",
+                f"{' '.join(words)}: there is a script for bash only",
+            )
+        print(
+            Path(__file__)
+            .with_name("completion.bash")
+            .read_text()
+            .replace("COMMANDS", " ".join(COMMANDS)),
+            end="",
+        )
         return 0
     if name not in COMMANDS:
         line = f"{name} is not a command{did_you_mean(name, COMMANDS)}: see megatron-2bw --help"
@@ -59,15 +96,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     exit_on_signals()
     prog = f"megatron-2bw {name}"
     module, _, function = COMMANDS[name][0].partition(":")
-    return run_program(prog, lambda: getattr(importlib.import_module(module), function)(words, prog))
+    return run_program(
+        prog, lambda: getattr(importlib.import_module(module), function)(words, prog)
+    )
 
 
 def usage() -> str:
     """The help: examples first."""
-    meanings = "\n".join(f"  {name:<13}{meaning}" for name, (_, meaning) in COMMANDS.items())
+    meanings = "\n".join(
+        f"  {name:<13}{meaning}" for name, (_, meaning) in COMMANDS.items()
+    )
     return (
-        f"usage: megatron-2bw COMMAND ...\n\nexamples:{EXAMPLES}\ncommands (each has --help):\n{meanings}\n"
-        "  version      the release\n  completion   a script for bash: source <(megatron-2bw completion)"
+        f"usage: megatron-2bw COMMAND ...\n\nexamples:{EXAMPLES}\ncommands (each "
+        f"has --help):\n{meanings}\n"
+        "  version      the release\n  completion   a script for bash: source "
+        "<(megatron-2bw completion)"
     )
 
 

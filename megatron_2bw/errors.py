@@ -1,4 +1,5 @@
-"""Errors that a program reports to its user in one line, without a traceback; parsers of command lines that do so."""
+"""Errors that a program reports to its user in one line, without a traceback; parsers
+of command lines that do so."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from typing import Any, NoReturn
 
 
 class UserError(RuntimeError):
-    """A program cannot continue, and its user can change that. The message is one line that says what to do.
+    """A program cannot continue, and its user can change that. The message is one line
+    that says what to do.
 
     reported_elsewhere: another rank reports it; this one only ends.
     """
@@ -23,11 +25,14 @@ class UserError(RuntimeError):
 
 
 def report(prog: str, error: object, remedy: str = "") -> None:
-    """Print "prog: error: line; remedy" on standard error. The line of a file's OSError is "file: reason"."""
+    """Print "prog: error: line; remedy" on standard error. The line of a file's OSError
+    is "file: reason"."""
     sys.stdout.flush()
     line = str(error)
     if isinstance(error, OSError) and error.strerror:
-        line = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        line = (
+            f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        )
     line = " ".join(line.split()) + (remedy and f"; {remedy}")
     print(f"{prog}: error: {line}", file=sys.stderr, flush=True)
 
@@ -39,7 +44,8 @@ def usage_error(prog: str, line: object) -> NoReturn:
 
 
 def run_program(prog: str, work: Callable[[], int | None], remedy: str = "") -> int:
-    """The exit status of `work`: what it returns, 1 after a UserError or OSError, 130 after Ctrl-C; reports in a line.
+    """The exit status of `work`: what it returns, 1 after a UserError or OSError, 130
+    after Ctrl-C; reports in a line.
 
     remedy: of what is not the user's mistake
     """
@@ -57,11 +63,14 @@ def run_program(prog: str, work: Callable[[], int | None], remedy: str = "") -> 
 
 @contextlib.contextmanager
 def file_errors(what: str) -> Iterator[None]:
-    """Raise an OSError, or a ValueError, as a UserError: `what`, such as a flag with its path, and the reason."""
+    """Raise an OSError, or a ValueError, as a UserError: `what`, such as a flag with
+    its path, and the reason."""
     try:
         yield
     except (OSError, ValueError) as error:
-        raise UserError(f"{what}: {getattr(error, 'strerror', None) or ' '.join(str(error).split())}") from None
+        raise UserError(
+            f"{what}: {getattr(error, 'strerror', None) or ' '.join(str(error).split())}"
+        ) from None
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
@@ -75,12 +84,17 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(","))
 
 
-def names_of(known: Collection, read: Callable[[str], Any] = str) -> Callable[[str], tuple]:
-    """A comma-separated list of known names or numbers, each as `read` reads it, for argparse."""
+def names_of(
+    known: Collection, read: Callable[[str], Any] = str
+) -> Callable[[str], tuple]:
+    """A comma-separated list of known names or numbers, each as `read` reads it, for
+    argparse."""
 
     def parse(text: str) -> tuple[str, ...]:
         if unknown := [name for name in map(read, words(text)) if name not in known]:
-            raise argparse.ArgumentTypeError(f"{unknown[0]} is not one of {', '.join(map(str, known))}")
+            raise argparse.ArgumentTypeError(
+                f"{unknown[0]} is not one of {', '.join(map(str, known))}"
+            )
         return tuple(map(read, words(text)))
 
     return parse

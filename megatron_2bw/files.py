@@ -1,4 +1,5 @@
-"""The one atomic writer: a file has its old content or its new content, never a part of either."""
+"""The one atomic writer: a file has its old content or its new content, never a part of
+either."""
 
 from __future__ import annotations
 
@@ -17,13 +18,18 @@ from megatron_2bw.errors import UserError, file_errors
 
 
 def write_whole(
-    path: str | os.PathLike, content: str | bytes, sync: bool = False, before: Callable[[], object] | None = None
+    path: str | os.PathLike,
+    content: str | bytes,
+    sync: bool = False,
+    before: Callable[[], object] | None = None,
 ) -> None:
-    """Replace the file `path` in one step; its folder must exist. Text is written as UTF-8.
+    """Replace the file `path` in one step; its folder must exist. Text is written as
+    UTF-8.
 
-    sync: the content is on the disk before the file is replaced, so that it also survives a power failure.
-    before: called when the content is written, before the file is replaced
-    Raises OSError, which names `path`. Devices and pipes, such as /dev/stdout, are written in place.
+    sync: the content is on the disk before the file is replaced, so that it also
+    survives a power failure. before: called when the content is written, before the
+    file is replaced Raises OSError, which names `path`. Devices and pipes, such as
+    /dev/stdout, are written in place.
     """
     path = Path(path)
     in_place = path.exists() and (not path.is_file() or path.parent == Path("/dev"))
@@ -46,9 +52,13 @@ def write_whole(
         raise
 
 
-def write_json(path: str | os.PathLike, content: Any, indent: int | None = 1, sync: bool = False) -> None:
+def write_json(
+    path: str | os.PathLike, content: Any, indent: int | None = 1, sync: bool = False
+) -> None:
     """`write_whole` of the content as JSON, with null for infinite numbers and NaN."""
-    write_whole(path, json.dumps(finite(content), indent=indent, allow_nan=False) + "\n", sync)
+    write_whole(
+        path, json.dumps(finite(content), indent=indent, allow_nan=False) + "\n", sync
+    )
 
 
 def write_csv(path: str | os.PathLike, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -61,7 +71,8 @@ def write_csv(path: str | os.PathLike, rows: Sequence[Mapping[str, Any]]) -> Non
 
 
 def read_yaml(path: Path, flag: str = "") -> Any:
-    """What a YAML or JSON file holds. UserError, which begins with the flag, if it is neither, or cannot be read."""
+    """What a YAML or JSON file holds. UserError, which begins with the flag, if it is
+    neither, or cannot be read."""
     import yaml
 
     where = f"{flag} {path}".strip()
@@ -79,7 +90,9 @@ def finite(content: Any) -> Any:
         return {key: finite(entry) for key, entry in content.items()}
     if isinstance(content, (list, tuple)):
         return [finite(entry) for entry in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
+    return (
+        None if isinstance(content, float) and not math.isfinite(content) else content
+    )
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -90,15 +103,19 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def write_figure(path: str | os.PathLike, figure: Any, dpi: int = 150) -> None:
-    """`write_whole` of a figure of matplotlib; the kind of picture by the ending of `path`."""
+    """`write_whole` of a figure of matplotlib; the kind of picture by the ending of
+    `path`."""
     picture = io.BytesIO()
     figure.savefig(picture, format=Path(path).suffix[1:], dpi=dpi)
     write_whole(path, picture.getvalue())
 
 
 def set_aside(path: Path) -> None:
-    """Rename what is at `path`, if anything is, to the first free of NAME.1, NAME.2, ...; of a file, NAME.1.ENDING."""
+    """Rename what is at `path`, if anything is, to the first free of NAME.1, NAME.2,
+    ...; of a file, NAME.1.ENDING."""
     stem, ending = (path.stem, path.suffix) if path.is_file() else (path.name, "")
-    names = (path.with_name(f"{stem}.{number}{ending}") for number in itertools.count(1))
+    names = (
+        path.with_name(f"{stem}.{number}{ending}") for number in itertools.count(1)
+    )
     if path.exists():
         path.rename(next(name for name in names if not name.exists()))

@@ -1,7 +1,9 @@
-"""Checks that the installed Megatron has every name that this project rebinds, and rebinds.
+"""Checks that the installed Megatron has every name that this project rebinds, and
+rebinds.
 
-Invariant: if Megatron has drifted from any row of `patches.py`, nothing is rebound, and the program stops with one line
-that names the version found and the one expected. (tests/megatron_names.py has the names that are only set or read.)
+Invariant: if Megatron has drifted from any row of `patches.py`, nothing is rebound, and
+the program stops with one line that names the version found and the one expected.
+(tests/megatron_names.py has the names that are only set or read.)
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from typing import Any
 
 from megatron_2bw.errors import UserError
 
-SUPPORTED = ("0.19", "0.20")  # the second is Megatron's main branch; `make test-next` runs the bitwise tests on it
+# the second is Megatron's main branch; `make test-next` runs the bitwise tests on it
+SUPPORTED = ("0.19", "0.20")
 
 
 class DriftError(UserError):
@@ -24,9 +27,11 @@ class DriftError(UserError):
 
 @dataclass(frozen=True)
 class Patch:
-    """One rebinding: `module.name`, whose parameters must be `parameters`, becomes `replace(original)`.
+    """One rebinding: `module.name`, whose parameters must be `parameters`, becomes
+    `replace(original)`.
 
-    `name` may be Class.method. `parameters` are names with spaces between; None for what is not called.
+    `name` may be Class.method. `parameters` are names with spaces between; None for
+    what is not called.
     """
 
     module: str
@@ -42,13 +47,19 @@ class Patch:
         setattr(owner, name, staticmethod(value) if static else value)
 
     def original(self) -> Any:
-        """What Megatron holds now. Raises DriftError if it is missing or has other parameters."""
+        """What Megatron holds now. Raises DriftError if it is missing or has other
+        parameters."""
         found = _find(self.module, self.name)
         if self.parameters is not None:
-            taken, expected = [*inspect.signature(found).parameters], self.parameters.split()
+            taken, expected = (
+                [*inspect.signature(found).parameters],
+                self.parameters.split(),
+            )
             if taken != expected:
                 where = f"{self.module}.{self.name}"
-                raise _drift(f"{where} takes ({', '.join(taken)}), expected ({', '.join(expected)})")
+                raise _drift(
+                    f"{where} takes ({', '.join(taken)}), expected ({', '.join(expected)})"
+                )
         return found
 
 
@@ -59,12 +70,14 @@ def row(module: str, names: str, reason: str, replace: Callable) -> Patch:
 
 
 def around(replacement: Callable) -> Callable:
-    """Decorates a function, or a method, that is called with the original and its arguments: the `replace` of a Patch.
+    """Decorates a function, or a method, that is called with the original and its
+    arguments: the `replace` of a Patch.
 
     What has the replacement already is left as it is.
     """
 
-    def replace(*bound: Any) -> Callable:  # the method's object, if it is one, and the original
+    # the method's object, if it is one, and the original
+    def replace(*bound: Any) -> Callable:
         *_, original = bound
         if getattr(original, "replacement", None) == (replacement, *bound[:-1]):
             return original
@@ -79,7 +92,9 @@ def around(replacement: Callable) -> Callable:
     return replace
 
 
-def arguments(function: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def arguments(
+    function: Callable, args: Sequence[Any], kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """The arguments of a call by the function's names of them, with its defaults."""
     values = inspect.signature(function).bind(*args, **kwargs)
     values.apply_defaults()
@@ -87,7 +102,8 @@ def arguments(function: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def _find(module: str, name: str) -> Any:
-    """What the module holds under a name with or without dots; without a name the module itself."""
+    """What the module holds under a name with or without dots; without a name the
+    module itself."""
     try:
         return pkgutil.resolve_name(f"{module}:{name}")
     except (ImportError, AttributeError) as error:
@@ -95,9 +111,12 @@ def _find(module: str, name: str) -> Any:
 
 
 def apply(patches: Sequence[Patch]) -> Callable[[], None]:
-    """Check all rows, then make all rebindings. Returns a function that undoes them. Raises DriftError."""
+    """Check all rows, then make all rebindings. Returns a function that undoes them.
+    Raises DriftError."""
     if not _installed().startswith(tuple(f"{version}." for version in SUPPORTED)):
-        raise DriftError(f"megatron-core {_installed()} is installed, megatron_2bw needs {SUPPORTED[0]}")
+        raise DriftError(
+            f"megatron-core {_installed()} is installed, megatron_2bw needs {SUPPORTED[0]}"
+        )
     originals = [patch.original() for patch in patches]
     for patch, original in zip(patches, originals):
         patch.put(patch.replace(original))
@@ -110,11 +129,14 @@ def apply(patches: Sequence[Patch]) -> Callable[[], None]:
 
 
 def _installed() -> str:
-    # `__version__` carries the git revision of whatever checkout holds the environment; VERSION does not.
+    # `__version__` carries the git revision of whatever checkout holds the environment;
+    # VERSION does not.
     from megatron.core.package_info import VERSION
 
     return ".".join(map(str, VERSION[:3]))
 
 
 def _drift(what: str) -> DriftError:
-    return DriftError(f"{what}: megatron_2bw needs megatron-core {SUPPORTED[0]} as released, found {_installed()}")
+    return DriftError(
+        f"{what}: megatron_2bw needs megatron-core {SUPPORTED[0]} as released, found {_installed()}"
+    )

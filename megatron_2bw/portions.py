@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 
-def portions[Item](items: Iterable[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
-    """The items in order, in lists whose sizes add up to `limit` at most, or of one item."""
+def portions[Item](
+    items: Iterable[Item], size: Callable[[Item], int], limit: int
+) -> Iterator[list[Item]]:
+    """The items in order, in lists whose sizes add up to `limit` at most, or of one
+    item."""
     some, held = list[Item](), 0
     for item in items:
         if some and held + size(item) > limit:

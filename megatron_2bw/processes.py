@@ -1,4 +1,5 @@
-"""Child processes: none outlives its parent, a tree ends as a whole, a port stays free until its server starts."""
+"""Child processes: none outlives its parent, a tree ends as a whole, a port stays free
+until its server starts."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ PR_SET_PDEATHSIG = 1  # from Linux' prctl.h
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Let the kernel signal this process when the thread that started it ends; kill it if the parent has ended."""
+    """Let the kernel signal this process when the thread that started it ends; kill it
+    if the parent has ended."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
@@ -25,17 +27,20 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def exit_on_signals() -> None:
-    """SIGTERM and SIGHUP raise SystemExit, so that `finally` blocks stop the children; nohup's SIGHUP stays ignored."""
+    """SIGTERM and SIGHUP raise SystemExit, so that `finally` blocks stop the children;
+    nohup's SIGHUP stays ignored."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
 
 
 def stop_tree(process: subprocess.Popen, patience: float = 0.0) -> None:
-    """Stop a process and all its descendants: it gets SIGTERM, and what is left after `patience` seconds SIGKILL.
+    """Stop a process and all its descendants: it gets SIGTERM, and what is left after
+    `patience` seconds SIGKILL.
 
-    By process id, and by the groups that the tree has made: torchrun's ranks lead groups of their own, and a group
-    also holds the processes whose parents have ended. Waits for all of them.
+    By process id, and by the groups that the tree has made: torchrun's ranks lead
+    groups of their own, and a group also holds the processes whose parents have ended.
+    Waits for all of them.
     """
     if process.poll() is not None:
         return
@@ -59,10 +64,12 @@ def stop_tree(process: subprocess.Popen, patience: float = 0.0) -> None:
 
 
 def free_port() -> int:
-    """A port that the kernel gives to no other process for a minute, but to a server that sets SO_REUSEADDR.
+    """A port that the kernel gives to no other process for a minute, but to a server
+    that sets SO_REUSEADDR.
 
-    Torch's stores and Slurm's daemons set it. A connection that was closed on this side keeps its port in TIME_WAIT; a
-    port that was only seen to be free may be another process's, or a gloo socket's, before its server starts.
+    Torch's stores and Slurm's daemons set it. A connection that was closed on this side
+    keeps its port in TIME_WAIT; a port that was only seen to be free may be another
+    process's, or a gloo socket's, before its server starts.
     """
     with socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,11 +1,14 @@
 """Megatron's log as records: the one parser of its lines.
 
-A line of iteration N gives means over the iterations since the line before it: of the loss without skipped iterations,
-of the time with them. Caveat: the first line of each start of a run is one more than --log-interval asks for, and
-Megatron does not begin new means after it, so the next line's means include the first iteration again. With
---log-interval 1 the line of iteration 2 shows the mean of 1 and 2. No line comes after the last whole interval.
+A line of iteration N gives means over the iterations since the line before it: of the
+loss without skipped iterations, of the time with them. Caveat: the first line of each
+start of a run is one more than --log-interval asks for, and Megatron does not begin new
+means after it, so the next line's means include the first iteration again. With
+--log-interval 1 the line of iteration 2 shows the mean of 1 and 2. No line comes after
+the last whole interval.
 
-Megatron prints no loss if its mean is not above 0: for NaN, and at first where all steps were skipped.
+Megatron prints no loss if its mean is not above 0: for NaN, and at first where all
+steps were skipped.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 _TRAINING = re.compile(r"\biteration +(\d+)/ *(\d+) \|(.*)")
-_VALIDATION = re.compile(r"\bvalidation loss at iteration (\d+)(?: on ([\w ]+?))? \|(.*)")
+_VALIDATION = re.compile(
+    r"\bvalidation loss at iteration (\d+)(?: on ([\w ]+?))? \|(.*)"
+)
 _FIELD = re.compile(r" *([^|:]+): *([^|]*?) *\|")  # whole ones: the last may be cut off
 _ERROR = re.compile(r"([\w.]+: error|[\w.]*(Error|Exception)): \S")
 _KILLED = re.compile(r"Signal \d+ \(SIG\w+\) received by")  # torchrun
@@ -38,7 +43,9 @@ class Record(NamedTuple):
     @property
     def loss(self) -> float | None:
         """Of training or of a validation, nats per token."""
-        return self._number("lm loss value" if "lm loss value" in self.fields else "lm loss")
+        return self._number(
+            "lm loss value" if "lm loss value" in self.fields else "lm loss"
+        )
 
     @property
     def milliseconds(self) -> float | None:
@@ -47,13 +54,18 @@ class Record(NamedTuple):
 
     @property
     def skipped(self) -> int:
-        """Iterations since the line before whose step was skipped, for inf or nan gradients."""
+        """Iterations since the line before whose step was skipped, for inf or nan
+        gradients."""
         return int(self._number("number of skipped iterations") or 0)
 
     @property
     def stage_memory(self) -> list[float]:
-        """GiB at most on each stage, in the lines of this project's schedules; else empty."""
-        return [float(word) for word in self.fields.get("peak memory by stage (GiB)", "").split()]
+        """GiB at most on each stage, in the lines of this project's schedules; else
+        empty."""
+        return [
+            float(word)
+            for word in self.fields.get("peak memory by stage (GiB)", "").split()
+        ]
 
     def _number(self, name: str) -> float | None:
         """None also where another process's output has broken the field."""
@@ -66,18 +78,29 @@ def training(log: str | Iterable[str]) -> Iterator[Record]:
     """The lines of iterations, of a text or of its lines."""
     for line in log.splitlines() if isinstance(log, str) else log:
         if match := _TRAINING.search(line):
-            yield Record(int(match[1]), int(match[2]), "", dict(_FIELD.findall(match[3])))
+            yield Record(
+                int(match[1]), int(match[2]), "", dict(_FIELD.findall(match[3]))
+            )
 
 
 def validations(log: str | Iterable[str]) -> Iterator[Record]:
     """The lines of validations, of a text or of its lines."""
     for line in log.splitlines() if isinstance(log, str) else log:
         if match := _VALIDATION.search(line):
-            yield Record(int(match[1]), 0, match[2] or "", dict(_FIELD.findall(match[3])))
+            yield Record(
+                int(match[1]), 0, match[2] or "", dict(_FIELD.findall(match[3]))
+            )
 
 
 def cause(log: str) -> str:
-    """The line that says why a run failed: the first error (the others are its consequences), a signal, the last."""
-    lines = [re.sub(r"^\[rank\d+\]: *", "", line.strip()) for line in log.splitlines() if line.strip()]
-    found = (line for sign in (_ERROR.match, _KILLED.search) for line in lines if sign(line))
+    """The line that says why a run failed: the first error (the others are its
+    consequences), a signal, the last."""
+    lines = [
+        re.sub(r"^\[rank\d+\]: *", "", line.strip())
+        for line in log.splitlines()
+        if line.strip()
+    ]
+    found = (
+        line for sign in (_ERROR.match, _KILLED.search) for line in lines if sign(line)
+    )
     return next(found, lines[-1] if lines else "no output")

@@ -1,4 +1,5 @@
-"""The words of a command line: flags with their values, the words of a file, what stands behind --."""
+"""The words of a command line: flags with their values, the words of a file, what
+stands behind --."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ def flag_of(word: str) -> str:
 
 
 def groups(words: Iterable[str]) -> list[list[str]]:
-    """Each flag with its values; the first group has no flag if values stand before all flags."""
+    """Each flag with its values; the first group has no flag if values stand before all
+    flags."""
     found: list[list[str]] = []
     for word in words:
         if word.startswith("--") or word == "-h" or not found:
@@ -24,7 +26,9 @@ def groups(words: Iterable[str]) -> list[list[str]]:
     return found
 
 
-def split_by(words: Iterable[str], flags: Collection[str]) -> tuple[list[str], list[str]]:
+def split_by(
+    words: Iterable[str], flags: Collection[str]
+) -> tuple[list[str], list[str]]:
     """The words of these flags with their values, and all others."""
     parts: tuple[list[str], list[str]] = [], []
     for group in groups(words):
@@ -34,7 +38,12 @@ def split_by(words: Iterable[str], flags: Collection[str]) -> tuple[list[str], l
 
 def merged(defaults: Sequence[str], typed: Sequence[str]) -> list[str]:
     """The flags of both with their values; what is typed replaces a default."""
-    return [*split_by(defaults, {flag_of(word) for word in typed if word.startswith("--")})[1], *typed]
+    return [
+        *split_by(defaults, {flag_of(word) for word in typed if word.startswith("--")})[
+            1
+        ],
+        *typed,
+    ]
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -44,9 +53,14 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def expand_files(argv: Sequence[str]) -> list[str]:
-    """`argv` with the words of a file in the place of each @file. UserError if it cannot be read."""
+    """`argv` with the words of a file in the place of each @file. UserError if it
+    cannot be read."""
     expanded: list[str] = []
     for word in argv:
         with file_errors(word):
-            expanded += shlex.split(Path(word[1:]).read_text()) if word.startswith("@") else [word]
+            expanded += (
+                shlex.split(Path(word[1:]).read_text())
+                if word.startswith("@")
+                else [word]
+            )
     return expanded

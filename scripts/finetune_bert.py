@@ -1,17 +1,23 @@
-"""Finetunes a MegatronBert of transformers on a task of Table 2, once for each seed, and measures the accuracy.
+"""Finetunes a MegatronBert of transformers on a task of Table 2, once for each seed,
+and measures the accuracy.
 
     python scripts/finetune_bert.py --task mnli --model HF_DIR --seeds 1,2,3
-    python scripts/finetune_bert.py --task race --model HF_DIR --dataset DIR         # DIR/train.jsonl, validation.jsonl
-    torchrun --nproc-per-node 8 scripts/finetune_bert.py --task race --model HF_DIR --bf16
-    python scripts/finetune_bert.py --task choice --model HF_DIR                     # without a download
+    python scripts/finetune_bert.py --task race --model HF_DIR --dataset DIR         #
+    DIR/train.jsonl, validation.jsonl
+    torchrun --nproc-per-node 8 scripts/finetune_bert.py --task race --model HF_DIR
+    --bf16
+    python scripts/finetune_bert.py --task choice --model HF_DIR                     #
+    without a download
 
-All other flags are those of transformers' TrainingArguments, whose defaults here are the task's settings in
-scripts/paper.yaml. After any end the same command continues from the last whole checkpoint of a seed, and without the
-seeds that have ended. `choice` and `order` are made of the built-in corpus; their validation examples are of the
-documents that --split 90,10,0 keeps out of pretraining too.
+All other flags are those of transformers' TrainingArguments, whose defaults here are
+the task's settings in scripts/paper.yaml. After any end the same command continues from
+the last whole checkpoint of a seed, and without the seeds that have ended. `choice` and
+`order` are made of the built-in corpus; their validation examples are of the documents
+that --split 90,10,0 keeps out of pretraining too.
 
-Invariant: results.json in --out holds the accuracies of one model under one group of settings, and only of seeds that
-ended normally. An input is [CLS] first [SEP] second [SEP], as in Megatron's pretraining.
+Invariant: results.json in --out holds the accuracies of one model under one group of
+settings, and only of seeds that ended normally. An input is [CLS] first [SEP] second
+[SEP], as in Megatron's pretraining.
 """
 
 from __future__ import annotations
@@ -41,57 +47,86 @@ LINES = 2  # of a span
 Pairs = list[tuple[str, str]]
 
 
-# --- the tasks --------------------------------------------------------------------------------------------------------
+# --- the tasks
+# --------------------------------------------------------------------------------------
 
 
 def example(task: str, row: Mapping[str, Any]) -> tuple[Pairs, int]:
-    """(pairs, label) of a row as its dataset has it: one pair, or one for each choice."""
+    """(pairs, label) of a row as its dataset has it: one pair, or one for each
+    choice."""
     if task == "mnli":
         return [(row["premise"], row["hypothesis"])], row["label"]
     if "dataset" not in TASKS[task]:
         return [(row["text"], ending) for ending in row["endings"]], row["label"]
-    # RACE: the answer fills the question's gap, else follows it; it comes before the article, as in Megatron's data.
+    # RACE: the answer fills the question's gap, else follows it; it comes before the
+    # article, as in Megatron's data.
     question = row["question"]
-    filled = [question.replace("_", text) if "_" in question else f"{question} {text}" for text in row["options"]]
+    filled = [
+        question.replace("_", text) if "_" in question else f"{question} {text}"
+        for text in row["options"]
+    ]
     return [(text, row["article"]) for text in filled], "ABCD".index(row["answer"])
 
 
 def load(task: str, name: str | None) -> Any:
-    """The splits of a task. name: a dataset of the Hub, or a folder of SPLIT.jsonl; None: the task's own."""
+    """The splits of a task. name: a dataset of the Hub, or a folder of SPLIT.jsonl;
+    None: the task's own."""
     import datasets
 
     spec = TASKS[task]
     if name is None and "dataset" not in spec:
-        return {split: datasets.Dataset.from_list(rows) for split, rows in small_task(task).items()}
+        return {
+            split: datasets.Dataset.from_list(rows)
+            for split, rows in small_task(task).items()
+        }
     if name and Path(name).is_dir():
-        files = {split: str(Path(name, f"{split}.jsonl")) for split in ("train", *spec["validation"])}
+        files = {
+            split: str(Path(name, f"{split}.jsonl"))
+            for split in ("train", *spec["validation"])
+        }
         return datasets.load_dataset("json", data_files=files)
-    return datasets.load_dataset(name or spec["dataset"], None if name else spec.get("config"))
+    return datasets.load_dataset(
+        name or spec["dataset"], None if name else spec.get("config")
+    )
 
 
 def encoded(task: str, rows: Any, tokenizer: Any, length: int) -> Any:
-    """A split as tokens, at most `length` a pair; with several pairs each column has a list for each of them.
+    """A split as tokens, at most `length` a pair; with several pairs each column has a
+    list for each of them.
 
     Rows without a label (-1) are left out.
     """
 
     def encode(row: dict[str, Any]) -> dict[str, Any]:
         pairs, label = example(task, row)
-        inputs = tokenizer(*zip(*pairs), truncation=True, max_length=length, return_token_type_ids=True)
-        return {name: value if len(value) > 1 else value[0] for name, value in inputs.items()} | {"label": label}
+        inputs = tokenizer(
+            *zip(*pairs), truncation=True, max_length=length, return_token_type_ids=True
+        )
+        return {
+            name: value if len(value) > 1 else value[0]
+            for name, value in inputs.items()
+        } | {"label": label}
 
-    return rows.map(encode, remove_columns=rows.column_names).filter(lambda row: row["label"] >= 0)
+    return rows.map(encode, remove_columns=rows.column_names).filter(
+        lambda row: row["label"] >= 0
+    )
 
 
 def spans(text: str) -> list[str]:
     """The text as consecutive spans of LINES lines that are not empty."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return [" ".join(lines[at : at + LINES]) for at in range(0, len(lines) - LINES + 1, LINES)]
+    return [
+        " ".join(lines[at : at + LINES])
+        for at in range(0, len(lines) - LINES + 1, LINES)
+    ]
 
 
-def small_task(task: str, max_bytes: int = DEFAULT_MAX_BYTES) -> dict[str, list[dict[str, Any]]]:
-    """Rows of a span and others. choice: of four one follows it (the label), and three are of other documents. order:
-    one that follows it (0), comes before it (1), or is of another document (2)."""
+def small_task(
+    task: str, max_bytes: int = DEFAULT_MAX_BYTES
+) -> dict[str, list[dict[str, Any]]]:
+    """Rows of a span and others. choice: of four one follows it (the label), and three
+    are of other documents. order: one that follows it (0), comes before it (1), or is
+    of another document (2)."""
     documents, rows = [spans(text) for text in read_library(max_bytes)], {}
     at, choices = len(documents) * 9 // 10, TASKS[task].get("choices", 3)
     for split, own in (("train", documents[:at]), ("validation", documents[at:])):
@@ -100,23 +135,29 @@ def small_task(task: str, max_bytes: int = DEFAULT_MAX_BYTES) -> dict[str, list[
         for _ in range(TASKS[task]["examples"]):
             document = draw.choice(own)
             place = draw.randrange(len(document) - 1)
-            others = draw.sample([other for other in own if other is not document], choices - 1)
+            others = draw.sample(
+                [other for other in own if other is not document], choices - 1
+            )
             label = draw.randrange(choices)
             endings = [draw.choice(other) for other in others]
             first, then = document[place : place + 2]
             if task == "order":
-                first, *endings = [[first, then], [then, first], [first, endings[0]]][label]
+                first, *endings = [[first, then], [then, first], [first, endings[0]]][
+                    label
+                ]
             else:
                 endings.insert(label, then)
             rows[split].append({"text": first, "endings": endings, "label": label})
     return rows
 
 
-# --- a run ------------------------------------------------------------------------------------------------------------
+# --- a run
+# --------------------------------------------------------------------------------------
 
 
 def tokenizer_of(folder: str) -> Any:
-    """A tokenizer whose pairs are those of the module's docstring, whatever its own template is."""
+    """A tokenizer whose pairs are those of the module's docstring, whatever its own
+    template is."""
     from tokenizers.processors import TemplateProcessing
     from transformers import AutoTokenizer
 
@@ -124,28 +165,47 @@ def tokenizer_of(folder: str) -> Any:
     cls, sep = tokenizer.cls_token, tokenizer.sep_token
     special = [(cls, tokenizer.cls_token_id), (sep, tokenizer.sep_token_id)]
     pair = f"{cls} $A {sep} $B:1 {sep}:1"
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(pair=pair, special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        pair=pair, special_tokens=special
+    )
     return tokenizer
 
 
 def open_model(folder: Path, spec: dict[str, Any]) -> Any:
-    """The pretrained model with a new head, which the seed of torch draws. Raises UserError if anything else is new."""
+    """The pretrained model with a new head, which the seed of torch draws. Raises
+    UserError if anything else is new."""
     import torch
     import transformers
 
-    kind, labels = ("MultipleChoice", {}) if "choices" in spec else ("SequenceClassification", {"num_labels": 3})
+    kind, labels = (
+        ("MultipleChoice", {})
+        if "choices" in spec
+        else ("SequenceClassification", {"num_labels": 3})
+    )
     load = getattr(transformers, f"MegatronBertFor{kind}").from_pretrained
-    model, loaded = load(folder, output_loading_info=True, dtype=torch.float32, **labels)
-    if lacking := [name for name in loaded["missing_keys"] if not name.startswith(("classifier.", "bert.pooler."))]:
-        raise UserError(f"--model {folder}: it lacks {sorted(lacking)[0]} of a MegatronBert")
-    # The loss is a mean, though forward takes any keyword: the Trainer must divide it by the number of microbatches.
+    model, loaded = load(
+        folder, output_loading_info=True, dtype=torch.float32, **labels
+    )
+    if lacking := [
+        name
+        for name in loaded["missing_keys"]
+        if not name.startswith(("classifier.", "bert.pooler."))
+    ]:
+        raise UserError(
+            f"--model {folder}: it lacks {sorted(lacking)[0]} of a MegatronBert"
+        )
+    # The loss is a mean, though forward takes any keyword: the Trainer must divide it
+    # by the number of microbatches.
     model.accepts_loss_kwargs = False
     return model
 
 
 def last_checkpoint(folder: Path) -> str | None:
-    """The newest whole checkpoint: the Trainer writes trainer_state.json last, and a kill may have cut it."""
-    for path in sorted(folder.glob("checkpoint-*"), key=lambda path: -int(path.name.split("-")[1])):
+    """The newest whole checkpoint: the Trainer writes trainer_state.json last, and a
+    kill may have cut it."""
+    for path in sorted(
+        folder.glob("checkpoint-*"), key=lambda path: -int(path.name.split("-")[1])
+    ):
         try:
             json.loads((path / "trainer_state.json").read_text())
             return str(path)
@@ -154,8 +214,11 @@ def last_checkpoint(folder: Path) -> str | None:
     return None
 
 
-def finetune(options: argparse.Namespace, seed: str, data: Any, tokenizer: Any) -> dict[str, Any]:
-    """The result of a seed: accuracies in percent, of all examples and of each split if there are several.
+def finetune(
+    options: argparse.Namespace, seed: str, data: Any, tokenizer: Any
+) -> dict[str, Any]:
+    """The result of a seed: accuracies in percent, of all examples and of each split if
+    there are several.
 
     `logits` is a digest, by which two runs can be compared bit for bit.
     """
@@ -165,14 +228,28 @@ def finetune(options: argparse.Namespace, seed: str, data: Any, tokenizer: Any) 
     transformers.set_seed(int(seed))
     model = open_model(options.model, spec)
     length = min(spec["length"], model.config.max_position_embeddings)
-    arguments = {each.name: getattr(options, each.name) for each in dataclasses.fields(transformers.TrainingArguments)}
+    arguments = {
+        each.name: getattr(options, each.name)
+        for each in dataclasses.fields(transformers.TrainingArguments)
+    }
     arguments |= {"output_dir": str(folder), "seed": int(seed)}
-    collator = getattr(transformers, f"DataCollator{'ForMultipleChoice' if 'choices' in spec else 'WithPadding'}")
-    splits = {name: encoded(options.task, data[name], tokenizer, length) for name in ("train", *spec["validation"])}
+    collator = getattr(
+        transformers,
+        f"DataCollator{'ForMultipleChoice' if 'choices' in spec else 'WithPadding'}",
+    )
+    splits = {
+        name: encoded(options.task, data[name], tokenizer, length)
+        for name in ("train", *spec["validation"])
+    }
     arguments = transformers.TrainingArguments(**arguments)
-    trainer = transformers.Trainer(model, arguments, collator(tokenizer), splits.pop("train"))
+    trainer = transformers.Trainer(
+        model, arguments, collator(tokenizer), splits.pop("train")
+    )
     checkpoint = last_checkpoint(folder)
-    print(f"finetune_bert.py: {options.task} seed {seed}: starts from {checkpoint or 'the model'}", flush=True)
+    print(
+        f"finetune_bert.py: {options.task} seed {seed}: starts from {checkpoint or 'the model'}",
+        flush=True,
+    )
     trainer.train(resume_from_checkpoint=checkpoint)
     digest, right = hashlib.sha256(), {}
     for name, split in splits.items():
@@ -182,28 +259,49 @@ def finetune(options: argparse.Namespace, seed: str, data: Any, tokenizer: Any) 
     right = {"all": sum(right.values(), [])} | (right if len(right) > 1 else {})
     accuracy = {name: 100 * sum(hits) / len(hits) for name, hits in right.items()}
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    found = {"accuracy": accuracy, "steps": trainer.state.global_step, "loss": losses[-1] if losses else None}
+    found = {
+        "accuracy": accuracy,
+        "steps": trainer.state.global_step,
+        "loss": losses[-1] if losses else None,
+    }
     return found | {"logits": digest.hexdigest()[:16]}
 
 
 def run(options: argparse.Namespace) -> int:
     path, first = options.out / "results.json", os.environ.get("RANK", "0") == "0"
-    settings = {name: str(value) for name, value in vars(options).items() if name not in ("out", "seeds")}
-    content = json.loads(path.read_text()) if path.exists() else {"settings": settings, "seeds": {}}
+    settings = {
+        name: str(value)
+        for name, value in vars(options).items()
+        if name not in ("out", "seeds")
+    }
+    content = (
+        json.loads(path.read_text())
+        if path.exists()
+        else {"settings": settings, "seeds": {}}
+    )
     if content["settings"] != settings:
-        raise UserError(f"--out {options.out}: it holds results of other settings; give another --out")
+        raise UserError(
+            f"--out {options.out}: it holds results of other settings; give another --out"
+        )
     if first:  # also for the checkpoints, which are of the same settings
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, content)
     if waiting := [seed for seed in options.seeds if seed not in content["seeds"]]:
-        tokenizer, data = tokenizer_of(str(options.model)), load(options.task, options.dataset)
+        tokenizer, data = (
+            tokenizer_of(str(options.model)),
+            load(options.task, options.dataset),
+        )
     for seed in waiting:
         content["seeds"][seed] = finetune(options, seed, data, tokenizer)
         if first:
             write_json(path, content)
-            shutil.rmtree(options.out / f"seed{seed}", ignore_errors=True)  # checkpoints
+            # checkpoints
+            shutil.rmtree(options.out / f"seed{seed}", ignore_errors=True)
     for seed in options.seeds if first else ():
-        parts = ", ".join(f"{name} {value:.2f} %" for name, value in content["seeds"][seed]["accuracy"].items())
+        parts = ", ".join(
+            f"{name} {value:.2f} %"
+            for name, value in content["seeds"][seed]["accuracy"].items()
+        )
         print(f"finetune_bert.py: {options.task} seed {seed}: {parts}", flush=True)
     return 0
 
@@ -211,30 +309,70 @@ def run(options: argparse.Namespace) -> int:
 def parse(argv: list[str]) -> argparse.Namespace:
     from transformers import HfArgumentParser, TrainingArguments
 
-    parser = HfArgumentParser(TrainingArguments, description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = HfArgumentParser(
+        TrainingArguments, description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     option = parser.add_argument
-    option("--task", choices=tuple(TASKS), required=True, help="choice, order: of the built-in corpus")
-    option("--model", type=Path, required=True, metavar="DIR", help="a MegatronBert of transformers, with a tokenizer")
-    option("--dataset", metavar="NAME|DIR", help="of the Hub, or a folder of SPLIT.jsonl (default: the task's)")
+    option(
+        "--task",
+        choices=tuple(TASKS),
+        required=True,
+        help="choice, order: of the built-in corpus",
+    )
+    option(
+        "--model",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="a MegatronBert of transformers, with a tokenizer",
+    )
+    option(
+        "--dataset",
+        metavar="NAME|DIR",
+        help="of the Hub, or a folder of SPLIT.jsonl (default: the task's)",
+    )
     option("--out", type=Path, metavar="DIR", help="default: out/finetune/TASK-MODEL")
     option("--seeds", type=words, default=("1",), metavar="N,...", help="default: 1")
-    option("--batch", type=int, metavar="N", help="examples of an update, of all processes (default: the task's)")
+    option(
+        "--batch",
+        type=int,
+        metavar="N",
+        help="examples of an update, of all processes (default: the task's)",
+    )
     spec = TASKS[parser.parse_known_args(argv)[0].task]
-    parser.set_defaults(batch=spec["batch"], save_total_limit=1, logging_steps=50, disable_tqdm=True, **spec["train"])
+    parser.set_defaults(
+        batch=spec["batch"],
+        save_total_limit=1,
+        logging_steps=50,
+        disable_tqdm=True,
+        **spec["train"],
+    )
     options = parser.parse_args(argv)
-    each = options.per_device_train_batch_size = min(options.per_device_train_batch_size, options.batch)
-    options.gradient_accumulation_steps, rest = divmod(options.batch, each * int(os.environ.get("WORLD_SIZE", "1")))
+    each = options.per_device_train_batch_size = min(
+        options.per_device_train_batch_size, options.batch
+    )
+    options.gradient_accumulation_steps, rest = divmod(
+        options.batch, each * int(os.environ.get("WORLD_SIZE", "1"))
+    )
     if rest:
-        parser.error(f"--batch {options.batch}: the processes with --per_device_train_batch_size do not divide it")
+        parser.error(
+            f"--batch {options.batch}: the processes with "
+            "--per_device_train_batch_size do not divide it"
+        )
     options.model = options.model.resolve()
-    options.out = options.out or ROOT / "out" / "finetune" / f"{options.task}-{options.model.name}"
+    options.out = (
+        options.out
+        or ROOT / "out" / "finetune" / f"{options.task}-{options.model.name}"
+    )
     return options
 
 
 def main(argv: list[str] | None = None) -> int:
     """The exit code: 0, 1 if it failed, 2 for a wrong option, 130 if interrupted."""
     options = parse(sys.argv[1:] if argv is None else argv)
-    return run_program("finetune_bert.py", lambda: run(options), "the same command continues from here")
+    return run_program(
+        "finetune_bert.py", lambda: run(options), "the same command continues from here"
+    )
 
 
 if __name__ == "__main__":

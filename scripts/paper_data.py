@@ -1,6 +1,8 @@
-"""The paper's experiments (paper.yaml) as runs, for paper.py, the sweep and the planner's checks.
+"""The paper's experiments (paper.yaml) as runs, for paper.py, the sweep and the
+planner's checks.
 
-Invariant: each run's plan is legal, uses all GPUs of its panel, and has the panel's global batch.
+Invariant: each run's plan is legal, uses all GPUs of its panel, and has the panel's
+global batch.
 """
 
 from __future__ import annotations
@@ -20,25 +22,33 @@ from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.simulated import Cost
 
 PAPER = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text())
-# The systems of section 5.2: the schedule, and whether the model is split into stages or by tensor parallelism.
-SYSTEMS = {name: (system["schedule"], system["split"] == "stages") for name, system in PAPER["systems"].items()}
+# The systems of section 5.2: the schedule, and whether the model is split into stages
+# or by tensor parallelism.
+SYSTEMS = {
+    name: (system["schedule"], system["split"] == "stages")
+    for name, system in PAPER["systems"].items()
+}
 MICROBATCHES = tuple(PAPER["microbatches"])
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Runs of one model on one cluster, `parallel` GPUs a copy of it, at several global batch sizes.
+    """Runs of one model on one cluster, `parallel` GPUs a copy of it, at several global
+    batch sizes.
 
-    microbatches, systems, recompute  what the runs differ in; of the first two, all if empty. recompute is none, full
+    microbatches, systems, recompute  what the runs differ in; of the first two, all if
+    empty. recompute is none, full
                 (every layer) or stage (the paper's: only the inputs of stages are kept)
     shape       (field, number) pairs that replace fields of the model
     precision   the caller's choice if empty
     cluster     of the planner: a preset, or a YAML file
-    rounds      GPipe admits as many microbatches as fit, and flushes several times a batch; else it admits all
+    rounds      GPipe admits as many microbatches as fit, and flushes several times a
+                batch; else it admits all
     iterations  of a whole training; 0: a short run, whose speed counts
     paper       the paper's samples/s, where it prints them
     ticked      the row that Table 1 ticks
-    label       in the names of its runs, where two panels of a figure have runs of the same sizes
+    label       in the names of its runs, where two panels of a figure have runs of the
+                same sizes
     """
 
     figure: str
@@ -61,12 +71,24 @@ class Panel:
 
     @classmethod
     def of(cls, entries: Mapping[str, Any]) -> Panel:
-        """From YAML or JSON, which have lists; entries of other versions are left out."""
+        """From YAML or JSON, which have lists; entries of other versions are left
+        out."""
         shape = entries.get("shape", ())
         shape = [*shape.items()] if isinstance(shape, dict) else shape
-        entries = {"gpus_per_server": PAPER["gpus_per_server"]} | dict(entries, shape=[tuple(pair) for pair in shape])
-        known = {name: entry for name, entry in entries.items() if name in cls.__dataclass_fields__}
-        return cls(**{name: tuple(entry) if isinstance(entry, list) else entry for name, entry in known.items()})
+        entries = {"gpus_per_server": PAPER["gpus_per_server"]} | dict(
+            entries, shape=[tuple(pair) for pair in shape]
+        )
+        known = {
+            name: entry
+            for name, entry in entries.items()
+            if name in cls.__dataclass_fields__
+        }
+        return cls(
+            **{
+                name: tuple(entry) if isinstance(entry, list) else entry
+                for name, entry in known.items()
+            }
+        )
 
     @property
     def gpus(self) -> int:
@@ -76,13 +98,18 @@ class Panel:
     def flags(self) -> list[str]:
         """Megatron's flags of `shape`."""
         words = [f"{FLAGS[name]} {number}" for name, number in self.shape]
-        words += [f"--max-position-embeddings {number}" for name, number in self.shape if name == "sequence"]
+        words += [
+            f"--max-position-embeddings {number}"
+            for name, number in self.shape
+            if name == "sequence"
+        ]
         return " ".join(words).split()
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What the paper leaves open, or a constant of the cost model without a source (`readings` of paper.yaml).
+    """What the paper leaves open, or a constant of the cost model without a source
+    (`readings` of paper.yaml).
 
     both      of both rank orders the faster one counts
     same      all systems have 2BW's microbatch
@@ -119,15 +146,23 @@ class FreeMessages(Cost):
 
 @lru_cache
 def cost_of(
-    name: str, cluster: Cluster | int, precision: str = "fp16", reading: Reading = FIRST, *shape: tuple[str, int]
+    name: str,
+    cluster: Cluster | int,
+    precision: str = "fp16",
+    reading: Reading = FIRST,
+    *shape: tuple[str, int],
 ) -> Cost:
-    """Of a preset's model on a cluster, or on so many of the paper's servers. The paper's code did not sum the
-    gradients of tied embeddings over stages."""
+    """Of a preset's model on a cluster, or on so many of the paper's servers. The
+    paper's code did not sum the gradients of tied embeddings over stages."""
     if isinstance(cluster, int):
         cluster = replace(named_cluster("p3.16xlarge"), servers=cluster)
     derived = dict(groups=0, head_size=0, ffn=0)  # from heads and hidden
-    model = replace(preset(name), tied=False, **derived, **{"sequence": 512, **dict(shape)})
-    cost = (FreeMessages if reading.free else Cost)(model, cluster, precision, margin=reading.margin)
+    model = replace(
+        preset(name), tied=False, **derived, **{"sequence": 512, **dict(shape)}
+    )
+    cost = (FreeMessages if reading.free else Cost)(
+        model, cluster, precision, margin=reading.margin
+    )
     cost.channels = reading.channels or cost.channels
     return cost
 
@@ -148,7 +183,19 @@ class Run:
         system = self.system.lower().replace(" ", "-")
         sizes = f"batch{self.batch}-micro{self.microbatch}"
         recompute = self.recompute if self.recompute != "full" else ""
-        return "-".join(filter(None, [self.panel.figure, self.panel.model, system, sizes, recompute, self.panel.label]))
+        return "-".join(
+            filter(
+                None,
+                [
+                    self.panel.figure,
+                    self.panel.model,
+                    system,
+                    sizes,
+                    recompute,
+                    self.panel.label,
+                ],
+            )
+        )
 
     def cost_of(self, reading: Reading) -> Cost:
         """Of the planner, on the panel's GPUs."""
@@ -164,7 +211,10 @@ class Run:
 
     def speed(self) -> float:
         """Samples/s, whether it fits or not."""
-        plan, clock = self.plan, self.cost_of(FIRST) if self.reading.of_memory else self.cost
+        plan, clock = (
+            self.plan,
+            self.cost_of(FIRST) if self.reading.of_memory else self.cost,
+        )
         if self.reading.ahead:
             plan = plan.changed(extra_warmup=self.cost.extra_warmup(plan))
         orders = [plan, plan.changed(pipeline_inside=True)][: 1 + self.reading.both]
@@ -172,11 +222,14 @@ class Run:
 
     @cached_property
     def plan(self) -> Plan | None:
-        """The sizes; None if the microbatches do not divide the batch or, with 2BW, do not fill the stages."""
+        """The sizes; None if the microbatches do not divide the batch or, with 2BW, do
+        not fill the stages."""
         schedule, staged = SYSTEMS[self.system]
         tensor, depth = (1, self.panel.parallel) if staged else (self.panel.parallel, 1)
         width = self.panel.gpus // self.panel.parallel
-        microbatches, rest = divmod(self.batch, self.microbatch * width) if width else (0, 0)
+        microbatches, rest = (
+            divmod(self.batch, self.microbatch * width) if width else (0, 0)
+        )
         if rest or not microbatches or schedule == "2bw" and microbatches < depth:
             return None
         stage = self.recompute == "stage"
@@ -186,14 +239,26 @@ class Run:
             schedule=schedule,
             recompute_layers=self.cost.model.layers // depth if stage else 1,
         )
-        size = self.cost.gpipe_round(plan) if schedule == "gpipe" and self.panel.rounds else None
+        size = (
+            self.cost.gpipe_round(plan)
+            if schedule == "gpipe" and self.panel.rounds
+            else None
+        )
         return plan.changed(gpipe_round=size) if size else plan
 
     def row(self) -> dict[str, Any]:
         plan, panel = self.plan, self.panel
-        row = {"figure": panel.figure, "model": panel.model, "system": self.system, "schedule": plan.schedule}
+        row = {
+            "figure": panel.figure,
+            "model": panel.model,
+            "system": self.system,
+            "schedule": plan.schedule,
+        }
         row |= {"servers": panel.servers, "gpus": plan.gpus}
-        row |= {name: getattr(plan, name) for name in ("tensor", "depth", "width", "microbatch")}
+        row |= {
+            name: getattr(plan, name)
+            for name in ("tensor", "depth", "width", "microbatch")
+        }
         row["recompute"] = self.recompute
         row["round"] = plan.gpipe_round or ""
         return row | {"batch": self.batch}

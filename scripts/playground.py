@@ -1,9 +1,11 @@
-"""Builds the page docs/playground into a folder for any static host, and serves it on this host.
+"""Builds the page docs/playground into a folder for any static host, and serves it on
+this host.
 
 python scripts/playground.py [--out build/playground] [--port 8000 | --no-serve]
 
-The folder holds index.html with all modules and the first answer, grid.js with the answers of the presets and of small
-sizes, the package as a zip file, and Pyodide from npm. A browser opens index.html also from the file.
+The folder holds index.html with all modules and the first answer, grid.js with the
+answers of the presets and of small sizes, the package as a zip file, and Pyodide from
+npm. A browser opens index.html also from the file.
 """
 
 from __future__ import annotations
@@ -45,15 +47,24 @@ ASKED = ({"ask": "timelines"}, {"ask": "figures"}, *CURVES)
 
 def key(request: dict[str, Any]) -> str:
     """The name of a request in the grid, as docs/playground/python.js has it."""
-    return json.dumps({name: request[name] for name in sorted(request)}, separators=(",", ":"))
+    return json.dumps(
+        {name: request[name] for name in sorted(request)}, separators=(",", ":")
+    )
 
 
 def grid(sizes: dict[str, Any]) -> dict[str, Any]:
-    """The answers for all schedules with these parameters, by key. Defaults and the schedules are not in a key."""
+    """The answers for all schedules with these parameters, by key. Defaults and the
+    schedules are not in a key."""
     defaults = vars(answers.Parameters())
-    given = {name: value for name, value in sizes.items() if name != "schedules" and value != defaults[name]}
+    given = {
+        name: value
+        for name, value in sizes.items()
+        if name != "schedules" and value != defaults[name]
+    }
     every = {"schedules": list(answers.SCHEDULES)}
-    return {key(asked | given): answers.answer(asked | given | every) for asked in ASKED}
+    return {
+        key(asked | given): answers.answer(asked | given | every) for asked in ASKED
+    }
 
 
 def build(out: Path) -> None:
@@ -69,14 +80,21 @@ def build(out: Path) -> None:
     for name in ("worker.js", "python.js"):
         shutil.copy(SOURCE / name, out)
     archive(out / "megatron_2bw.zip")
-    shutil.copytree(wasm, out / "pyodide", ignore=lambda _, names: {*names} - {*FILES}, dirs_exist_ok=True)
+    shutil.copytree(
+        wasm,
+        out / "pyodide",
+        ignore=lambda _, names: {*names} - {*FILES},
+        dirs_exist_ok=True,
+    )
 
 
 def archive(path: Path) -> None:
     """answers.py and the package's modules, as they are."""
     package = ROOT / "megatron_2bw"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
-        for module in sorted({module for pattern in PACKAGE for module in package.glob(pattern)}):
+        for module in sorted(
+            {module for pattern in PACKAGE for module in package.glob(pattern)}
+        ):
             file.write(module, module.relative_to(ROOT))
         file.write(SOURCE / "answers.py", "answers.py")
         file.write(OTHER, OTHER.relative_to(OTHER.parents[1]))
@@ -88,12 +106,24 @@ def pyodide() -> Path:
     found = folder / "node_modules" / "pyodide"
     if not all((found / name).exists() for name in FILES):
         if shutil.which("npm") is None:
-            raise UserError("npm is not installed, and Pyodide comes from it: install Node.js")
-        command = ["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", f"pyodide@{PYODIDE}"]
+            raise UserError(
+                "npm is not installed, and Pyodide comes from it: install Node.js"
+            )
+        command = [
+            "npm",
+            "install",
+            "--prefix",
+            str(folder),
+            "--no-audit",
+            "--no-fund",
+            f"pyodide@{PYODIDE}",
+        ]
         folder.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise UserError(f"npm install pyodide@{PYODIDE}: {done.stderr.strip()[-300:]}")
+            raise UserError(
+                f"npm install pyodide@{PYODIDE}: {done.stderr.strip()[-300:]}"
+            )
     return found
 
 
@@ -113,7 +143,9 @@ def served(folder: Path, port: int = 0) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "playground")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--no-serve", action="store_true")

@@ -1,7 +1,8 @@
 """The marker `proof`, and the folder through which xdist's workers share results.
 
-`--device cuda` runs the trainings of tests/distributed on the GPUs of this machine, with messages over NCCL.
-`--device stand-in` does so on tests/device: torch's CUDA build without a GPU.
+`--device cuda` runs the trainings of tests/distributed on the GPUs of this machine,
+with messages over NCCL. `--device stand-in` does so on tests/device: torch's CUDA build
+without a GPU.
 """
 
 from __future__ import annotations
@@ -21,15 +22,26 @@ from tests.session import FOLDER
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--device", choices=("cpu", "cuda", "stand-in"), default="cpu", help="of the trainings in tests/distributed"
+        "--device",
+        choices=("cpu", "cuda", "stand-in"),
+        default="cpu",
+        help="of the trainings in tests/distributed",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "cpu: it trains nothing, or stands in for a GPU: skipped with --device cuda")
+    config.addinivalue_line(
+        "markers",
+        "cpu: it trains nothing, or stands in for a GPU: skipped with --device cuda",
+    )
     config.addinivalue_line("markers", "device: only with --device stand-in")
-    config.addinivalue_line("markers", "nightly: dear; .ci/run leaves it out unless it is a proof")
-    config.addinivalue_line("markers", "proof(*cases): one proof of a claim; of these cases, if any are named")
+    config.addinivalue_line(
+        "markers", "nightly: dear; .ci/run leaves it out unless it is a proof"
+    )
+    config.addinivalue_line(
+        "markers",
+        "proof(*cases): one proof of a claim; of these cases, if any are named",
+    )
     device = config.getoption("--device")
     if device == "stand-in":  # of the ranks; this process has none
         if why := build.missing():
@@ -41,7 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--device cuda: torch finds no GPU here")
     if not hasattr(config, "workerinput"):  # the workers inherit the environment
         os.environ[FOLDER] = tempfile.mkdtemp(prefix="session_")
-        config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(FOLDER), ignore_errors=True))
+        config.add_cleanup(
+            lambda: shutil.rmtree(os.environ.pop(FOLDER), ignore_errors=True)
+        )
 
 
 @pytest.fixture
@@ -57,8 +71,11 @@ def cpu_layer() -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take the marker from the cases that it does not name. A name without a case is an error."""
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Take the marker from the cases that it does not name. A name without a case is an
+    error."""
     device = config.getoption("--device")
     for item in items:
         if device != "cpu" and item.get_closest_marker("cpu"):
@@ -67,10 +84,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="of the stand-in for CUDA"))
     unknown: dict[str, set[str]] = {}
     for item in items:
-        for mark in [mark for mark in item.own_markers if mark.name == "proof" and mark.args]:
+        for mark in [
+            mark for mark in item.own_markers if mark.name == "proof" and mark.args
+        ]:
             function, case = item.nodeid.removesuffix("]").split("[", 1)
             unknown.setdefault(function, set(mark.args)).discard(case)
             if case not in mark.args:
                 item.own_markers.remove(mark)
-    if config.option.markexpr and any(unknown.values()):  # else a case may have been left out on the command line
-        raise pytest.UsageError(f"proof: no such cases: { {name: cases for name, cases in unknown.items() if cases} }")
+    # else a case may have been left out on the command line
+    if config.option.markexpr and any(unknown.values()):
+        raise pytest.UsageError(
+            f"proof: no such cases: { {name: cases for name, cases in unknown.items() if cases} }"
+        )

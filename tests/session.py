@@ -1,4 +1,5 @@
-"""Results that are computed once a session, whichever worker of pytest-xdist needs them first."""
+"""Results that are computed once a session, whichever worker of pytest-xdist needs them
+first."""
 
 from __future__ import annotations
 
@@ -9,13 +10,16 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-FOLDER = "MEGATRON_2BW_TEST_SESSION"  # the environment variable with the session's folder, set by conftest.py
+# the environment variable with the session's folder, set by conftest.py
+FOLDER = "MEGATRON_2BW_TEST_SESSION"
 
 
 def once_a_session[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """As functools.cache, but for all workers: the first one computes, the others wait and read its result.
+    """As functools.cache, but for all workers: the first one computes, the others wait
+    and read its result.
 
-    The key is the text of the arguments. Results travel through torch.save. Outside of pytest there is no cache.
+    The key is the text of the arguments. Results travel through torch.save. Outside of
+    pytest there is no cache.
     """
     results: dict[str, R] = {}
 
@@ -25,7 +29,9 @@ def once_a_session[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
         if FOLDER not in os.environ:
             return function(*args, **kwargs)
-        text = repr((function.__module__, function.__qualname__, args, sorted(kwargs.items())))
+        text = repr(
+            (function.__module__, function.__qualname__, args, sorted(kwargs.items()))
+        )
         if text not in results:
             path = Path(os.environ[FOLDER], hashlib.sha256(text.encode()).hexdigest())
             with path.with_suffix(".lock").open("w") as lock:

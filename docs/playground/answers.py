@@ -1,7 +1,9 @@
-"""What the page docs/playground shows, as JSON: timelines, throughput, memory, a check of a list edited by hand.
+"""What the page docs/playground shows, as JSON: timelines, throughput, memory, a check
+of a list edited by hand.
 
-Invariant: the lists are those that the runtime executes; times, limits and bytes come from the simulator, the validator
-and the planner. The page runs this module in Pyodide; there is no other model of a schedule in it. Pure Python.
+Invariant: the lists are those that the runtime executes; times, limits and bytes come
+from the simulator, the validator and the planner. The page runs this module in Pyodide;
+there is no other model of a schedule in it. Pure Python.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ from megatron_2bw.models.model import PRESETS, preset
 from megatron_2bw.models.plan import RECOMPUTE, Plan
 from megatron_2bw.planner.cost.memory import BYTES, Memory
 from megatron_2bw.planner.tell import jobs, training
-from megatron_2bw.schedules import Schedule, ScheduleError, Shape, check_actions, parse, validate
+from megatron_2bw.schedules import (
+    Schedule,
+    ScheduleError,
+    Shape,
+    check_actions,
+    parse,
+    validate,
+)
 from megatron_2bw.timelines.simulator import (
     Times,
     iteration_time,
@@ -36,20 +45,46 @@ SCHEDULES: dict[str, Callable[[Parameters], dict[str, Any]]] = {
     "2bw-sync-start": lambda given: {},  # but for its start
     "pipedream-flush": lambda given: {"schedule": "pipedream-flush"},
     # A round of more microbatches is the whole batch, and the runtime refuses it.
-    "gpipe": lambda given: {"schedule": "gpipe", "gpipe_round": min(given.gpipe_round, given.microbatches)},
+    "gpipe": lambda given: {
+        "schedule": "gpipe",
+        "gpipe_round": min(given.gpipe_round, given.microbatches),
+    },
     "no-pipelining": lambda given: {"schedule": "no-pipelining"},
     "pipedream": lambda given: {"schedule": "pipedream"},
-    "megatron-interleaved": lambda given: {"schedule": "megatron", "virtual": given.chunks},
+    "megatron-interleaved": lambda given: {
+        "schedule": "megatron",
+        "virtual": given.chunks,
+    },
 }
 FORWARDS = 50_000  # of one timeline
 MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of the curve
-SHARES = (0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8, 1)  # of the curve: message by forward and backward
-# The least and the greatest value of each number. Times are real numbers, the others whole ones.
-TIMES = dict.fromkeys(("forward", "backward", "transfer", "reduce", "step"), (0, 1e6)) | {"occupied": (0, 1)}
-LIMITS = {"stages": (1, 64), "microbatches": (1, 512), "iterations": (1, 16), "extra_warmup": (0, 64)}
-LIMITS |= {"sync_iterations": (0, 16), "gpipe_round": (1, 512), "chunks": (2, 16), "microbatch": (1, 1024)} | TIMES
-PLACES = {"forward": 0, "backward": 0, "transfer": 1, "extra_warmup": 1}  # one a stage but for so many
-CHOICES = {"schedules": SCHEDULES, "model": PRESETS, "precision": BYTES, "recompute": RECOMPUTE}
+# of the curve: message by forward and backward
+SHARES = (0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8, 1)
+# The least and the greatest value of each number. Times are real numbers, the others
+# whole ones.
+TIMES = dict.fromkeys(
+    ("forward", "backward", "transfer", "reduce", "step"), (0, 1e6)
+) | {"occupied": (0, 1)}
+LIMITS = {
+    "stages": (1, 64),
+    "microbatches": (1, 512),
+    "iterations": (1, 16),
+    "extra_warmup": (0, 64),
+}
+LIMITS |= {
+    "sync_iterations": (0, 16),
+    "gpipe_round": (1, 512),
+    "chunks": (2, 16),
+    "microbatch": (1, 1024),
+} | TIMES
+# one a stage but for so many
+PLACES = {"forward": 0, "backward": 0, "transfer": 1, "extra_warmup": 1}
+CHOICES = {
+    "schedules": SCHEDULES,
+    "model": PRESETS,
+    "precision": BYTES,
+    "recompute": RECOMPUTE,
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +98,8 @@ class Parameters:
     forward: Any = 1.0  # a number, or one per stage
     backward: Any = 2.0  # the same
     transfer: Any = 0.0  # of a message: a number, or one per boundary between stages
-    occupied: float = 1.0  # the share of a message's time in which its link carries no other
+    # the share of a message's time in which its link carries no other
+    occupied: float = 1.0
     reduce: float = 0.0
     step: float = 0.0
     extra_warmup: Any = 1  # a number, or one per boundary
@@ -77,17 +113,29 @@ class Parameters:
 
     @classmethod
     def read(cls, given: dict[str, Any]) -> Parameters:
-        """The parameters of a JSON object. UserError names the one that is out of its range."""
+        """The parameters of a JSON object. UserError names the one that is out of its
+        range."""
         found = cls(**given)
         for name, choices in CHOICES.items():
-            if wrong := {value for value in _every(getattr(found, name)) if value not in choices}:
-                raise UserError(f"{name}: {min(wrong)} is not one of {', '.join(choices)}")
+            if wrong := {
+                value for value in _every(getattr(found, name)) if value not in choices
+            }:
+                raise UserError(
+                    f"{name}: {min(wrong)} is not one of {', '.join(choices)}"
+                )
         for name, (least, most) in LIMITS.items():
-            values, count = _every(getattr(found, name)), found.stages - PLACES[name] if name in PLACES else 1
+            values, count = (
+                _every(getattr(found, name)),
+                found.stages - PLACES[name] if name in PLACES else 1,
+            )
             kinds = (int, float) if name in TIMES else (int,)
-            if len(values) not in (1, count) or not all(type(x) in kinds and least <= x <= most for x in values):
+            if len(values) not in (1, count) or not all(
+                type(x) in kinds and least <= x <= most for x in values
+            ):
                 several = f", or {count}" if count > 1 else ""
-                raise UserError(f"{name}: give one {kinds[-1].__name__} from {least} to {most:g}{several}")
+                raise UserError(
+                    f"{name}: give one {kinds[-1].__name__} from {least} to {most:g}{several}"
+                )
         if not any(_every(found.forward)) or not any(_every(found.backward)):
             raise UserError("forward and backward must not be 0 on all stages")
         return replace(found, extra_warmup=tuple(_every(found.extra_warmup)))
@@ -95,19 +143,36 @@ class Parameters:
     def plan(self, name: str) -> Plan:
         """The planner's plan of a schedule of the page, on one GPU a stage."""
         chosen = SCHEDULES[name](self)
-        return Plan(1, self.stages, 1, self.microbatch, self.microbatches, self.recompute, **chosen)
+        return Plan(
+            1,
+            self.stages,
+            1,
+            self.microbatch,
+            self.microbatches,
+            self.recompute,
+            **chosen,
+        )
 
     def schedule(self, name: str, steady: bool = False) -> Schedule:
-        """A schedule of the page, or as it is after its start. UserError or ScheduleError if these sizes exclude it."""
+        """A schedule of the page, or as it is after its start. UserError or
+        ScheduleError if these sizes exclude it."""
         schedule, m = self.plan(name).pipeline, self.microbatches
         if self.stages * m * self.iterations * schedule.chunks > FORWARDS:
-            raise UserError(f"more than {FORWARDS} forwards: give fewer microbatches, stages or iterations")
+            raise UserError(
+                f"more than {FORWARDS} forwards: give fewer microbatches, stages or iterations"
+            )
         if name == "megatron-interleaved" and m % self.stages:
-            raise UserError(f"Megatron's interleaved schedule needs a multiple of {self.stages} microbatches")
+            raise UserError(
+                f"Megatron's interleaved schedule needs a multiple of {self.stages} microbatches"
+            )
         if m < schedule.min_microbatches(self.stages):
             validate(schedule, self.shape)  # raises
         late = name != "2bw-sync-start" or steady
-        return schedule if late else replace(schedule, sync_iterations=self.sync_iterations)
+        return (
+            schedule
+            if late
+            else replace(schedule, sync_iterations=self.sync_iterations)
+        )
 
     @property
     def shape(self) -> Shape:
@@ -115,10 +180,28 @@ class Parameters:
 
     @property
     def times(self) -> Times:
-        # The link from the last stage to the first, which only interleaved stages use, is as slow as the slowest.
-        transfer = [*self.transfer, max(self.transfer, default=0)] if isinstance(self.transfer, list) else self.transfer
-        occupied = [self.occupied * t for t in transfer] if isinstance(transfer, list) else self.occupied * transfer
-        return Times(self.forward, self.backward, 0.0, transfer, occupied, 0.0, self.reduce, self.step)
+        # The link from the last stage to the first, which only interleaved stages use,
+        # is as slow as the slowest.
+        transfer = (
+            [*self.transfer, max(self.transfer, default=0)]
+            if isinstance(self.transfer, list)
+            else self.transfer
+        )
+        occupied = (
+            [self.occupied * t for t in transfer]
+            if isinstance(transfer, list)
+            else self.occupied * transfer
+        )
+        return Times(
+            self.forward,
+            self.backward,
+            0.0,
+            transfer,
+            occupied,
+            0.0,
+            self.reduce,
+            self.step,
+        )
 
 
 def _every(given: Any) -> list[Any]:
@@ -126,7 +209,8 @@ def _every(given: Any) -> list[Any]:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a request: its parameters, and "ask", one of EACH or of ASKED with its own options.
+    """The answer to a request: its parameters, and "ask", one of EACH or of ASKED with
+    its own options.
 
     {"error": line} if it cannot be answered; of EACH also for a single schedule.
     """
@@ -146,20 +230,41 @@ def _or_error(work: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]
 
 
 def _each(given: Parameters, asked: str) -> dict[str, Any]:
-    return {asked: {name: _or_error(EACH[asked], given, name) for name in given.schedules}}
+    return {
+        asked: {name: _or_error(EACH[asked], given, name) for name in given.schedules}
+    }
 
 
 def _timeline(given: Parameters, name: str) -> dict[str, Any]:
     schedule = given.schedule(name)
-    return drawn(schedule, simulate(schedule, given.shape, given.times), given.stages, given.times)
+    return drawn(
+        schedule,
+        simulate(schedule, given.shape, given.times),
+        given.stages,
+        given.times,
+    )
 
 
 def _figures(given: Parameters, name: str) -> dict[str, Any]:
-    """Of the steady state, with bytes and command line; in_flight counts the microbatches of all chunks of a stage."""
-    schedule, d, m, times, shape = given.schedule(name), given.stages, given.microbatches, given.times, given.shape
+    """Of the steady state, with bytes and command line; in_flight counts the
+    microbatches of all chunks of a stage."""
+    schedule, d, m, times, shape = (
+        given.schedule(name),
+        given.stages,
+        given.microbatches,
+        given.times,
+        given.shape,
+    )
     seconds = iteration_time(given.schedule(name, steady=True), d, m, times)
-    rounds = f", in rounds of {given.gpipe_round}" if name == "gpipe" and given.gpipe_round < m else ""
-    busy = [m * (f + b) / seconds for f, b in zip(times.of("forward", d), times.of("backward", d))]
+    rounds = (
+        f", in rounds of {given.gpipe_round}"
+        if name == "gpipe" and given.gpipe_round < m
+        else ""
+    )
+    busy = [
+        m * (f + b) / seconds
+        for f, b in zip(times.of("forward", d), times.of("backward", d))
+    ]
     return {
         "summary": schedule.summary + rounds,
         "seconds": seconds,
@@ -167,22 +272,47 @@ def _figures(given: Parameters, name: str) -> dict[str, Any]:
         "busy": busy,
         "bubble": max(1 - sum(busy) / d, 0.0),
         "versions": [schedule.max_versions(shape, stage) for stage in range(d)],
-        "in_flight": [schedule.max_in_flight(shape, stage) / schedule.chunks for stage in range(d)],
+        "in_flight": [
+            schedule.max_in_flight(shape, stage) / schedule.chunks for stage in range(d)
+        ],
     } | _memory(given, name)
 
 
 def _memory(given: Parameters, name: str) -> dict[str, Any]:
-    """The planner's bytes of each stage, and Megatron's command line with random data; or why there are none."""
+    """The planner's bytes of each stage, and Megatron's command line with random data;
+    or why there are none."""
     plan, model = given.plan(name), preset(given.model)
-    if not plan.pipeline.global_step:  # each stage steps alone, so tied embeddings would drift apart
+    # each stage steps alone, so tied embeddings would drift apart
+    if not plan.pipeline.global_step:
         model = replace(model, tied=False)
     if model.layers % (plan.depth * plan.virtual):
-        parts = f"{plan.depth} stages" + (f" of {plan.virtual} chunks" if plan.virtual > 1 else "")
-        return {"bytes": None, "command": None, "reason": f"{model.layers} layers do not divide into {parts}"}
-    found = {"bytes": [asdict(stage) for stage in Memory(model, given.precision, flash=True).stages(plan)]}
-    if given.precision == "fp16" and not plan.pipeline.global_step:  # the entry script refuses it
-        return found | {"command": None, "reason": "each stage would scale the loss by itself: choose bf16 or fp32"}
-    words = ["megatron-2bw", "train", model.kind, *model.flags(), *plan.flags(given.precision)]
+        parts = f"{plan.depth} stages" + (
+            f" of {plan.virtual} chunks" if plan.virtual > 1 else ""
+        )
+        return {
+            "bytes": None,
+            "command": None,
+            "reason": f"{model.layers} layers do not divide into {parts}",
+        }
+    found = {
+        "bytes": [
+            asdict(stage)
+            for stage in Memory(model, given.precision, flash=True).stages(plan)
+        ]
+    }
+    # the entry script refuses it
+    if given.precision == "fp16" and not plan.pipeline.global_step:
+        return found | {
+            "command": None,
+            "reason": "each stage would scale the loss by itself: choose bf16 or fp32",
+        }
+    words = [
+        "megatron-2bw",
+        "train",
+        model.kind,
+        *model.flags(),
+        *plan.flags(given.precision),
+    ]
     if name == "2bw-sync-start":
         words += ["--two-bw-sync-iterations", str(given.sync_iterations)]
     words += [*training.flags(), *jobs.mock_data(model)]
@@ -194,25 +324,44 @@ def _rate(given: Parameters, name: str) -> dict[str, float]:
     return {"rate": m / long_iteration_time(schedule, given.stages, m, given.times)}
 
 
-def curve(given: Parameters, over: str = "microbatches", at: int | None = None) -> dict[str, Any]:
-    """Each schedule's throughput in the steady state over the microbatches, or over the time of a message.
+def curve(
+    given: Parameters, over: str = "microbatches", at: int | None = None
+) -> dict[str, Any]:
+    """Each schedule's throughput in the steady state over the microbatches, or over the
+    time of a message.
 
-    Microbatches per unit of time at all x, or at one of them; None where the schedule cannot run.
+    Microbatches per unit of time at all x, or at one of them; None where the schedule
+    cannot run.
     """
     if over == "microbatches":
         points = {m: replace(given, microbatches=m) for m in MICROBATCHES}
     else:
-        whole = max(f + b for f, b in zip(*(given.times.of(name, given.stages) for name in ("forward", "backward"))))
-        points = {share * whole: replace(given, transfer=share * whole) for share in SHARES}
+        whole = max(
+            f + b
+            for f, b in zip(
+                *(
+                    given.times.of(name, given.stages)
+                    for name in ("forward", "backward")
+                )
+            )
+        )
+        points = {
+            share * whole: replace(given, transfer=share * whole) for share in SHARES
+        }
     chosen = [*points.values()][slice(None) if at is None else slice(at, at + 1)]
-    rates = {name: [_or_error(_rate, point, name).get("rate") for point in chosen] for name in given.schedules}
+    rates = {
+        name: [_or_error(_rate, point, name).get("rate") for point in chosen]
+        for name in given.schedules
+    }
     return {"over": over, "x": list(points), "curves": rates}
 
 
 def check(given: Parameters, lists: list[str]) -> dict[str, Any]:
-    """The validator's answer to lists of actions, one text per stage, under the first schedule's rules.
+    """The validator's answer to lists of actions, one text per stage, under the first
+    schedule's rules.
 
-    {"timeline": ...} of lists that pass; else {"reason", "grid"}, and {"stage", "step"} of the fault.
+    {"timeline": ...} of lists that pass; else {"reason", "grid"}, and {"stage", "step"}
+    of the fault.
     """
     schedule = given.schedule(given.schedules[0])
     if schedule.chunks > 1:
@@ -225,15 +374,33 @@ def check(given: Parameters, lists: list[str]) -> dict[str, Any]:
     except ScheduleError as error:
         line, _, grid = str(error).partition("\n")
         where = re.match(r"stage (\d+), step (\d+): ", line)
-        return {"stage": int(where[1]), "step": int(where[2]), "reason": line[where.end() :], "grid": grid}
-    return {"timeline": drawn(schedule, simulate_lists(schedule, actions, given.times), given.stages, given.times)}
+        return {
+            "stage": int(where[1]),
+            "step": int(where[2]),
+            "reason": line[where.end() :],
+            "grid": grid,
+        }
+    return {
+        "timeline": drawn(
+            schedule,
+            simulate_lists(schedule, actions, given.times),
+            given.stages,
+            given.times,
+        )
+    }
 
 
 def trace(given: Parameters) -> dict[str, Any]:
-    """The first schedule's timeline for Perfetto; the unit of the times counts as a millisecond."""
+    """The first schedule's timeline for Perfetto; the unit of the times counts as a
+    millisecond."""
     events = simulate(given.schedule(given.schedules[0]), given.shape, given.times)
     return of_events(scaled(events, 1e-3), given.stages, given.schedules[0])
 
 
-EACH: dict[str, Callable[[Parameters, str], dict[str, Any]]] = {"timelines": _timeline, "figures": _figures}
-ASKED: dict[str, Callable[..., dict[str, Any]]] = {work.__name__: work for work in (curve, check, trace)}
+EACH: dict[str, Callable[[Parameters, str], dict[str, Any]]] = {
+    "timelines": _timeline,
+    "figures": _figures,
+}
+ASKED: dict[str, Callable[..., dict[str, Any]]] = {
+    work.__name__: work for work in (curve, check, trace)
+}

@@ -1,9 +1,11 @@
-"""Draws the README's two pictures, at the size at which it shows them, and that of docs/schedules.md.
+"""Draws the README's two pictures, at the size at which it shows them, and that of
+docs/schedules.md.
 
     python docs/readme/draw.py
 
-schedules.png is simulated from the lists of actions that the runtime executes; results.png shows
-docs/bench/all_schedules.json, which docs/efficiency.md tells how to measure.
+schedules.png is simulated from the lists of actions that the runtime executes;
+results.png shows docs/bench/all_schedules.json, which docs/efficiency.md tells how to
+measure.
 """
 
 from __future__ import annotations
@@ -30,23 +32,35 @@ def draw_schedules(path: Path) -> None:
     shape = Shape(STAGES, MICROBATCHES, 0, ITERATIONS)
     for axis, (name, title) in zip(axes, PANELS.items()):
         events = simulate(SCHEDULES[name], shape, Times())
-        draw_rows(axis, events, shape, numbers=False, span=(0, UNTIL), steps=name != "2bw")
+        draw_rows(
+            axis, events, shape, numbers=False, span=(0, UNTIL), steps=name != "2bw"
+        )
         share, _ = busy(events, STAGES)
-        axis.set_title(f"{title}, stages busy {share:.0%} in the steady state", loc="left", fontsize=8.5)
+        axis.set_title(
+            f"{title}, stages busy {share:.0%} in the steady state",
+            loc="left",
+            fontsize=8.5,
+        )
         axis.tick_params(labelsize=7.5)
-    axes[-1].set_xlabel("light: forward, dark: backward, colours: batches, lines: updates", fontsize=7.5)
+    axes[-1].set_xlabel(
+        "light: forward, dark: backward, colours: batches, lines: updates", fontsize=7.5
+    )
     axes[-1].set_xticks([])
     figure.savefig(path, dpi=300)
 
 
 def draw_results(measured: Path, path: Path) -> None:
-    rows = sorted(json.loads(measured.read_text())["rows"], key=lambda row: row["efficiency"])
+    rows = sorted(
+        json.loads(measured.read_text())["rows"], key=lambda row: row["efficiency"]
+    )
     figure = new_figure(3.6, HEIGHT)
     axis = figure.subplots()
     colours = ["#0072b2" if row["schedule"] == "2bw" else "#bdbdbd" for row in rows]
     names = [NAMES.get(row["schedule"], row["schedule"]) for row in rows]
     bars = axis.barh(names, [row["efficiency"] for row in rows], color=colours)
-    axis.bar_label(bars, [f"{row['efficiency']:.0%}" for row in rows], padding=2, fontsize=7.5)
+    axis.bar_label(
+        bars, [f"{row['efficiency']:.0%}" for row in rows], padding=2, fontsize=7.5
+    )
     axis.set_xlim(0, 1.12)
     axis.set_xticks([])
     axis.tick_params(axis="y", length=0, labelsize=7.5)

@@ -1,11 +1,13 @@
-"""Runs the trainings of docs/watching.md and draws its pictures, in a minute and a half.
+"""Runs the trainings of docs/watching.md and draws its pictures, in a minute and a
+half.
 
     python docs/watching/draw.py
 
-2BW and PipeDream-Flush, four stages, eight microbatches per batch: a tiny real GPT through the code path of
-pretrain_gpt_2bw.py, whose stages also sleep in each forward and backward (bench/emulated.py), so that four processes on
-two cores behave like four devices. Reads the scalars of --tensorboard-dir, copies the picture of --two-bw-trace, and
-prints a line of each log and the mean shares.
+2BW and PipeDream-Flush, four stages, eight microbatches per batch: a tiny real GPT
+through the code path of pretrain_gpt_2bw.py, whose stages also sleep in each forward
+and backward (bench/emulated.py), so that four processes on two cores behave like four
+devices. Reads the scalars of --tensorboard-dir, copies the picture of --two-bw-trace,
+and prints a line of each log and the mean shares.
 """
 
 from __future__ import annotations
@@ -32,7 +34,12 @@ SCHEDULES = ("2bw", "pipedream-flush")
 def command(schedule: str, folder: Path) -> list[str]:
     text = f"""--pipeline-schedule {schedule} --pipeline-model-parallel-size {STAGES} --global-batch-size {MICROBATCHES}
         --train-iters {ITERATIONS} --lr 1e-3 --vocab-size 63 --log-interval 1"""
-    writes = ("--tensorboard-dir", folder / "scalars", "--two-bw-trace", folder / "trace")
+    writes = (
+        "--tensorboard-dir",
+        folder / "scalars",
+        "--two-bw-trace",
+        folder / "trace",
+    )
     return gpt_flags(STAGES, 16, 2, 8, text, *writes)
 
 
@@ -56,19 +63,33 @@ def main() -> None:
     figure = new_figure(8, 3.4)
     axis = figure.subplots()
     flushed = (STAGES - 1) / (MICROBATCHES + STAGES - 1)
-    axis.axhline(flushed, color="black", linewidth=0.8, linestyle=":", label="(d - 1) / (m + d - 1)")
+    axis.axhline(
+        flushed,
+        color="black",
+        linewidth=0.8,
+        linestyle=":",
+        label="(d - 1) / (m + d - 1)",
+    )
     with tempfile.TemporaryDirectory() as scratch:
         for schedule in SCHEDULES:
             folder = Path(scratch, schedule)
             print(f"{schedule}: {ITERATIONS} iterations", flush=True)
             printed = run_world(STAGES, run, command(schedule, folder), timeout=300)[-1]
             print(*re.findall(r"iteration +12/.*", printed), sep="\n")
-            shutil.copy(folder / "trace" / "timeline.png", HERE / f"timeline-{schedule}.png")
+            shutil.copy(
+                folder / "trace" / "timeline.png", HERE / f"timeline-{schedule}.png"
+            )
             iterations, shares = scalars(folder, "bubble/mean")
             axis.plot(iterations, shares, marker="o", markersize=3, label=schedule)
-            for name in ("bubble/mean", *(f"bubble/stage {stage}" for stage in range(STAGES))):
+            for name in (
+                "bubble/mean",
+                *(f"bubble/stage {stage}" for stage in range(STAGES)),
+            ):
                 values = scalars(folder, name)[1][3:-1]
-                print(f"  {name}: {sum(values) / len(values):.1%} from iteration 4 to {ITERATIONS - 1}")
+                print(
+                    f"  {name}: {sum(values) / len(values):.1%} from iteration 4 "
+                    f"to {ITERATIONS - 1}"
+                )
     axis.set(ylim=(0, 0.5), xlabel="iteration", ylabel="bubble/mean")
     axis.legend(frameon=False)
     axis.spines[["top", "right"]].set_visible(False)

@@ -1,6 +1,8 @@
-"""Whether what is about to be saved can be loaded again: its structure, before a byte is written.
+"""Whether what is about to be saved can be loaded again: its structure, before a byte
+is written.
 
-Invariant: these are Megatron's own steps of a load, in its order, on the state that a run saves. They read no tensor.
+Invariant: these are Megatron's own steps of a load, in its order, on the state that a
+run saves. They read no tensor.
 """
 
 from __future__ import annotations
@@ -9,23 +11,31 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, dict_list_map_outplace, merge
+from megatron.core.dist_checkpointing.dict_utils import (
+    dict_list_map_inplace,
+    dict_list_map_outplace,
+    merge,
+)
 from megatron.core.dist_checkpointing.mapping import apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
 
 def obstacle(state: dict[str, Any]) -> str | None:
-    """What would stop this rank's load, at the same sizes, of a checkpoint of the sharded `state`; or None.
+    """What would stop this rank's load, at the same sizes, of a checkpoint of the
+    sharded `state`; or None.
 
-    All ranks call it, since a load takes what is no tensor from the first rank. It cannot see what a load at other
-    sizes needs, what an optimizer does with its entries, or what is wrong with a tensor.
+    All ranks call it, since a load takes what is no tensor from the first rank. It
+    cannot see what a load at other sizes needs, what an optimizer does with its
+    entries, or what is wrong with a tensor.
     """
     content, local, factories = load_preprocess(state)
     entries, common = extract_sharded_base(content)
     shared = [dict_list_map_outplace(lambda _: None, common)]
     dist.broadcast_object_list(shared, src=0)
-    dict_list_map_inplace(lambda factory: replace(factory, merge_fn=lambda part: part), factories)
+    dict_list_map_inplace(
+        lambda factory: replace(factory, merge_fn=lambda part: part), factories
+    )
     try:
         for part in (local, entries):
             merge(shared[0], part)

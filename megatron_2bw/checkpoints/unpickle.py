@@ -16,7 +16,10 @@ from typing import Any, BinaryIO
 import torch
 from torch.distributed.checkpoint import CheckpointException  # noqa: F401  (whose causes these are)
 
-_MODULES = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "planner", "filesystem"))
+_MODULES = tuple(
+    f"torch.distributed.checkpoint.{name}"
+    for name in ("metadata", "planner", "filesystem")
+)
 
 
 class Refused(pickle.UnpicklingError):
@@ -28,27 +31,38 @@ class _Metadata(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         place = (module, name)
-        if place in (("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")):
+        if place in (
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+            ("collections", "OrderedDict"),
+        ):
             return super().find_class(module, name)
-        if module in ("pathlib", "pathlib._local") and name == "PosixPath":  # the latter from Python 3.13 on
+        # the latter from Python 3.13 on
+        if module in ("pathlib", "pathlib._local") and name == "PosixPath":
             return Path
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if module in _MODULES:
             found = super().find_class(module, name)
-            record = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
+            record = isinstance(found, type) and (
+                dataclasses.is_dataclass(found) or issubclass(found, enum.Enum)
+            )
             if record and found.__module__ == module:
                 return found
-        raise Refused(f".metadata names {module}.{name}, which is no record of torch's and could run code")
+        raise Refused(
+            f".metadata names {module}.{name}, which is no record of torch's and could run code"
+        )
 
 
 def read_metadata(file: BinaryIO) -> Any:
-    """torch's Metadata from an open file .metadata. Raises Refused if it names anything else."""
+    """torch's Metadata from an open file .metadata. Raises Refused if it names anything
+    else."""
     return _Metadata(file).load()
 
 
 def check_bytes(name: str, content: io.BytesIO) -> None:
-    """Raise Refused if the entry `name` holds what torch.load refuses with weights_only, its default."""
+    """Raise Refused if the entry `name` holds what torch.load refuses with
+    weights_only, its default."""
     try:
         torch.load(content, map_location="cpu")
     except pickle.UnpicklingError as error:
@@ -62,7 +76,11 @@ def check_bytes(name: str, content: io.BytesIO) -> None:
 
 
 def causes(error: BaseException) -> str:
-    """The messages of all ranks, which torch collects, without its lists of all names."""
+    """The messages of all ranks, which torch collects, without its lists of all
+    names."""
     failures = getattr(error, "failures", None) or {}
-    texts = {str(cause[0] if isinstance(cause, tuple) else cause) for cause in failures.values()}
+    texts = {
+        str(cause[0] if isinstance(cause, tuple) else cause)
+        for cause in failures.values()
+    }
     return re.sub(r": \[[^]]*\]", "", "; ".join(sorted(texts)) or str(error))

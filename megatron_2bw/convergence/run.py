@@ -1,16 +1,20 @@
-"""Trains one configuration with and without 2BW's late gradients, from the same weights on the same batches.
+"""Trains one configuration with and without 2BW's late gradients, from the same weights
+on the same batches.
 
     megatron-2bw convergence NAME --lr 3e-4,3e-3 --seeds 1234,1235,1236
-    megatron-2bw convergence NAME --variants vanilla,2bw+auto --max-gap 1 -- --num-layers 8 --train-iters 3000
+    megatron-2bw convergence NAME --variants vanilla,2bw+auto --max-gap 1 --
+    --num-layers 8 --train-iters 3000
 
-Every run uses the entry script and has a folder of its own in out/convergence/NAME/runs, with its log. Words after --
-are Megatron's flags for all runs and override the defaults: a GPT of 5.3 million parameters on the built-in corpus.
-runs.json, curves.png and report.md are rewritten after each run. If the script ends early, the same command runs what
-is missing; with --save-interval N after -- a run continues from its checkpoint. A run that fails does not stop the
-others; if the very first run does not train, no other is started.
+Every run uses the entry script and has a folder of its own in
+out/convergence/NAME/runs, with its log. Words after -- are Megatron's flags for all
+runs and override the defaults: a GPT of 5.3 million parameters on the built-in corpus.
+runs.json, curves.png and report.md are rewritten after each run. If the script ends
+early, the same command runs what is missing; with --save-interval N after -- a run
+continues from its checkpoint. A run that fails does not stop the others; if the very
+first run does not train, no other is started.
 
-Invariant: result.json in a run's folder is of a run that ended normally, with the last command in its log; no run is
-compared with one of another command.
+Invariant: result.json in a run's folder is of a run that ended normally, with the last
+command in its log; no run is compared with one of another command.
 """
 
 from __future__ import annotations
@@ -31,9 +35,24 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from megatron_2bw import run_log
-from megatron_2bw.convergence.options import PROG, Run, built_in, defaults, grid, parse, takes_corpus
+from megatron_2bw.convergence.options import (
+    PROG,
+    Run,
+    built_in,
+    defaults,
+    grid,
+    parse,
+    takes_corpus,
+)
 from megatron_2bw.convergence.plot import draw
-from megatron_2bw.convergence.report import STARTED, markdown, number, outcome, summarize, too_large
+from megatron_2bw.convergence.report import (
+    STARTED,
+    markdown,
+    number,
+    outcome,
+    summarize,
+    too_large,
+)
 from megatron_2bw.errors import UserError, file_errors, run_program
 from megatron_2bw.files import set_aside, write_json, write_whole
 from megatron_2bw.processes import stop_tree
@@ -45,28 +64,39 @@ POLL = 0.2  # seconds between two looks at the runs
 say = functools.partial(print, flush=True)
 
 
-# --- results --------------------------------------------------------------------------------------------------------
+# --- results
+# --------------------------------------------------------------------------------------
 
 
 def portable(words: Sequence[str]) -> list[str]:
-    """A run's command as one would type it in any clone: without this machine's folders."""
+    """A run's command as one would type it in any clone: without this machine's
+    folders."""
     at = list(words).index("--nproc-per-node")
-    rest = (word.replace(f"{ROOT}/", "").replace(str(Path.home()), "~") for word in words[at + 3 :])
+    rest = (
+        word.replace(f"{ROOT}/", "").replace(str(Path.home()), "~")
+        for word in words[at + 3 :]
+    )
     return ["python", *words[1 : at + 2], Path(words[at + 2]).name, *rest]
 
 
 def result_of(run: Run) -> dict[str, Any] | None:
-    """The stored result. Raises UserError if it, or the checkpoints to continue from, are of another command."""
+    """The stored result. Raises UserError if it, or the checkpoints to continue from,
+    are of another command."""
     path = run.folder / "result.json"
     if not path.exists() and not run.checkpoints.exists():
         return None
-    started = run.log.read_text(errors="replace").rpartition(STARTED)[2].partition("\n")[0]
+    started = (
+        run.log.read_text(errors="replace").rpartition(STARTED)[2].partition("\n")[0]
+    )
     if portable(shlex.split(started)) != portable(run.command):
-        raise UserError(f"{run.folder} holds a run of other flags: give another NAME, or remove it")
+        raise UserError(
+            f"{run.folder} holds a run of other flags: give another NAME, or remove it"
+        )
     return json.loads(path.read_text()) if path.exists() else None
 
 
-# --- runs -----------------------------------------------------------------------------------------------------------
+# --- runs
+# --------------------------------------------------------------------------------------
 
 
 class Job:
@@ -113,9 +143,17 @@ class Board:
 
     def progress(self, job: Job) -> None:
         """[3/30] 2bw lr 3e-3 seed 1235: iteration 250/1500, loss 4.512, 130 s"""
-        if job.read() and (time.monotonic() - job.said >= EVERY or job.iteration == self.iterations):
+        if job.read() and (
+            time.monotonic() - job.said >= EVERY or job.iteration == self.iterations
+        ):
             job.said = time.monotonic()
-            self.say(job.run, f"iteration {job.iteration}/{self.iterations}, loss {job.loss:.3f}, {job.seconds} s")
+            self.say(
+                job.run,
+                (
+                    f"iteration {job.iteration}/{self.iterations}, loss "
+                    f"{job.loss:.3f}, {job.seconds} s"
+                ),
+            )
 
     def finish(self, job: Job, code: int) -> None:
         """Store a run's result, or report why there is none."""
@@ -129,7 +167,11 @@ class Board:
             return
         write_json(run.folder / "result.json", {"seconds": job.seconds} | result, None)
         self.results[run] = result
-        loss = "diverged" if result["diverged"] else f"validation loss {result['validation'][-1][1]:.4f}"
+        loss = (
+            "diverged"
+            if result["diverged"]
+            else f"validation loss {result['validation'][-1][1]:.4f}"
+        )
         self.say(run, f"ended after {job.seconds} s, {loss}")
 
 
@@ -140,19 +182,30 @@ def gpus_of(slot: int, options) -> dict[str, str]:
     import torch
 
     count = torch.cuda.device_count()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-    own = (visible[(slot * options.ranks + rank) % len(visible)] for rank in range(options.ranks))
+    visible = os.environ.get(
+        "CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))
+    ).split(",")
+    own = (
+        visible[(slot * options.ranks + rank) % len(visible)]
+        for rank in range(options.ranks)
+    )
     return {"CUDA_VISIBLE_DEVICES": ",".join(own)} if count > options.ranks else {}
 
 
 def train(board: Board, options, after: Callable[[], object]) -> None:
-    """Run what is missing, `options.jobs` at a time; call `after` after each. Failures are on the board."""
+    """Run what is missing, `options.jobs` at a time; call `after` after each. Failures
+    are on the board."""
     waiting = [run for run in board.runs if run not in board.results]
     jobs: dict[int, Job] = {}
     try:
         while waiting or jobs:
-            # The next starts when the others train: runs with the same seed write the same index of the data.
-            if waiting and len(jobs) < options.jobs and all(job.iteration for job in jobs.values()):
+            # The next starts when the others train: runs with the same seed write the
+            # same index of the data.
+            if (
+                waiting
+                and len(jobs) < options.jobs
+                and all(job.iteration for job in jobs.values())
+            ):
                 slot = next(slot for slot in range(options.jobs) if slot not in jobs)
                 jobs[slot] = Job(waiting.pop(0), gpus_of(slot, options))
                 board.say(jobs[slot].run, "starts")
@@ -162,9 +215,18 @@ def train(board: Board, options, after: Callable[[], object]) -> None:
                 if code is not None:
                     del jobs[slot]
                     board.finish(job, code)
-                    # No other run trains or has trained: the cause is one that all runs share.
-                    if waiting and not jobs and len(board.failures) == 1 and not board.results and not job.iteration:
-                        say(f"{PROG}: no other run is started, for the first has not trained")
+                    # No other run trains or has trained: the cause is one that all runs
+                    # share.
+                    if (
+                        waiting
+                        and not jobs
+                        and len(board.failures) == 1
+                        and not board.results
+                        and not job.iteration
+                    ):
+                        say(
+                            f"{PROG}: no other run is started, for the first has not trained"
+                        )
                         waiting.clear()
                     after()
             time.sleep(POLL)
@@ -173,17 +235,26 @@ def train(board: Board, options, after: Callable[[], object]) -> None:
             stop_tree(job.process, 5)
 
 
-# --- the whole ------------------------------------------------------------------------------------------------------
+# --- the whole
+# --------------------------------------------------------------------------------------
 
 
 def report(board: Board, options) -> list[dict[str, Any]]:
-    """Write runs.json, curves.png and report.md from the results so far. Returns a row for each (lr, variant)."""
-    results = {(run.lr, run.variant, run.seed): result for run, result in board.results.items()}
+    """Write runs.json, curves.png and report.md from the results so far. Returns a row
+    for each (lr, variant)."""
+    results = {
+        (run.lr, run.variant, run.seed): result for run, result in board.results.items()
+    }
     pairs, seeds = itertools.product(options.lr, options.variants), options.seeds
     rows = [summarize(results, lr, variant, seeds) for lr, variant in pairs]
     rows = [row for row in rows if row["finished"]]
     runs = [
-        {"variant": run.variant, "lr": run.lr, "seed": run.seed, "folder": str(run.folder.relative_to(options.out))}
+        {
+            "variant": run.variant,
+            "lr": run.lr,
+            "seed": run.seed,
+            "folder": str(run.folder.relative_to(options.out)),
+        }
         | {"failure": board.failures.get(run)}
         | board.results.get(run, {})
         | {"command": portable(run.command)}
@@ -191,7 +262,13 @@ def report(board: Board, options) -> list[dict[str, Any]]:
     ]
     names = ("name", "again", "task", "iterations", "ranks", "variants")
     content = {name: getattr(options, name) for name in names}
-    content |= {"learning_rates": options.lr, "seeds": seeds, "flags": options.flags, "summary": rows, "runs": runs}
+    content |= {
+        "learning_rates": options.lr,
+        "seeds": seeds,
+        "flags": options.flags,
+        "summary": rows,
+        "runs": runs,
+    }
     write_json(options.out / "runs.json", content, indent=None)
     if results:
         draw(content, options.out / "curves.png")
@@ -205,13 +282,18 @@ def facts(board: Board, options) -> list[str]:
     return [
         f"# Convergence: {options.name}",
         "",
-        f"{options.task.upper()}, {options.iterations} iterations, seeds {', '.join(map(str, options.seeds))}; "
-        f"{len(board.results)} of {len(board.runs)} runs have ended. The command that repeats or continues them:",
+        f"{options.task.upper()}, {options.iterations} iterations, seeds "
+        f"{', '.join(map(str, options.seeds))}; "
+        f"{len(board.results)} of {len(board.runs)} runs have ended. The command "
+        "that repeats or continues them:",
         "",
         f"    {options.again}",
         "",
         f"- of this script: `{shlex.join(defaults(options, options.flags)) or 'nothing'}`{corpus}",
-        *(f"- **{label}**: `{shlex.join(flags)}`" for label, flags in options.variants.items()),
+        *(
+            f"- **{label}**: `{shlex.join(flags)}`"
+            for label, flags in options.variants.items()
+        ),
         *(f"- {run.title}: failed, {why}" for run, why in board.failures.items()),
     ]
 
@@ -225,13 +307,23 @@ def work(options) -> int:
         raise UserError(f"{options.out} is in use by another call") from None
     with lock:
         board = Board(grid(options, built_in(options)), options.iterations)
-        board.results |= {run: result for run in board.runs if (result := result_of(run))}
+        board.results |= {
+            run: result for run in board.runs if (result := result_of(run))
+        }
         runs = f"{len(board.runs)} runs of {options.iterations} iterations"
         say(f"{PROG}: {runs}, {len(board.results)} of them are there; {options.out}")
         train(board, options, lambda: report(board, options))
         rows = report(board, options)
-        say(f"{PROG}: wrote report.md, {'curves.png ' if board.results else ''}and runs.json in {options.out}")
-        lines = too_large(rows, options.limits, len(options.seeds)) if options.limits else []
+        say(
+            f"{PROG}: wrote report.md, "
+            f"{'curves.png ' if board.results else ''}and runs.json in "
+            f"{options.out}"
+        )
+        lines = (
+            too_large(rows, options.limits, len(options.seeds))
+            if options.limits
+            else []
+        )
         for line in lines:
             print(f"{PROG}: {line}", file=sys.stderr)
         if options.limits and not lines and not board.failures:
@@ -240,6 +332,9 @@ def work(options) -> int:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
-    """The exit code: 0, 1 if a run failed or a gap is too large, 2 for a wrong option, 130 if interrupted."""
+    """The exit code: 0, 1 if a run failed or a gap is too large, 2 for a wrong option,
+    130 if interrupted."""
     options = parse(sys.argv[1:] if argv is None else argv, prog)
-    return run_program(PROG, lambda: work(options), "the same command continues from here")
+    return run_program(
+        PROG, lambda: work(options), "the same command continues from here"
+    )

@@ -1,6 +1,8 @@
-"""Where each weight of a Hugging Face model is in Megatron's, and in which order its rows are.
+"""Where each weight of a Hugging Face model is in Megatron's, and in which order its
+rows are.
 
-Invariant: `to_hugging_face` undoes `to_megatron` bit for bit. Neither computes; they only move rows.
+Invariant: `to_hugging_face` undoes `to_megatron` bit for bit. Neither computes; they
+only move rows.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import torch
 
 from megatron_2bw.models.model import Model
 
-# Megatron's name (of its local layers), and Hugging Face's; * is the layer. Braces: several tensors, in this order.
+# Megatron's name (of its local layers), and Hugging Face's; * is the layer. Braces:
+# several tensors, in this order.
 _DECODER = "decoder.layers.*"
 _LLAMA = f"""
 embedding.word_embeddings.weight                    model.embed_tokens.weight
@@ -29,7 +32,8 @@ embedding.word_embeddings.weight                    model.embed_tokens.weight
 decoder.final_layernorm.weight                      model.norm.weight
 output_layer.weight                                 lm_head.weight
 """
-_EXPERT = f"{_DECODER}.mlp.experts.local_experts.*"  # two stars: the layer, and the expert
+# two stars: the layer, and the expert
+_EXPERT = f"{_DECODER}.mlp.experts.local_experts.*"
 _QWEN3_MOE = f"""{_LLAMA}
 {_DECODER}.mlp.router.weight   model.layers.*.mlp.gate.weight
 {_EXPERT}.linear_fc1.weight    model.layers.*.mlp.experts.*.{{gate,up}}_proj.weight
@@ -71,13 +75,20 @@ output_layer.bias                                   cls.predictions.bias
 pooler.dense.?                                      bert.pooler.dense.?
 binary_head.?                                       cls.seq_relationship.?
 """
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")  # a row for each token
-PADDING_BIAS = -10000.0  # of the output layer for a padding row; in fp16 its probability is 0 too
+# a row for each token
+VOCABULARY = (
+    "embedding.word_embeddings.weight",
+    "output_layer.weight",
+    "output_layer.bias",
+)
+# of the output layer for a padding row; in fp16 its probability is 0 too
+PADDING_BIAS = -10000.0
 
 
 @dataclass(frozen=True)
 class Family:
-    """prefix: of all tensors but the heads; a file of the model without heads leaves it out."""
+    """prefix: of all tensors but the heads; a file of the model without heads leaves it
+    out."""
 
     prefix: str
     names: dict[str, tuple[str, ...]]
@@ -85,7 +96,8 @@ class Family:
     ignored: str = r"$."  # tensors without weights
 
     def sources(self, name: str) -> tuple[str, ...]:
-        """Hugging Face's names of the tensors of Megatron's parameter `name`. Raises KeyError."""
+        """Hugging Face's names of the tensors of Megatron's parameter `name`. Raises
+        KeyError."""
         numbers = re.findall(r"\.(\d+)\.", name)
         found = self.names[re.sub(r"\.\d+\.", ".*.", name)]
         return tuple(source.replace("*", "{}").format(*numbers) for source in found)
@@ -107,17 +119,29 @@ FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA_FAMILY),
     "mixtral": replace(_LLAMA_FAMILY, names=_table(_MIXTRAL)),
     "qwen3_moe": replace(_LLAMA_FAMILY, names=_table(_QWEN3_MOE)),
-    "gpt2": Family("transformer.", _table(_GPT2), transposed=True, ignored=r".*\.attn\.(bias|masked_bias)"),
-    "megatron-bert": Family("bert.", _table(_MEGATRON_BERT), ignored=r".*embeddings\.position_ids"),
+    "gpt2": Family(
+        "transformer.",
+        _table(_GPT2),
+        transposed=True,
+        ignored=r".*\.attn\.(bias|masked_bias)",
+    ),
+    "megatron-bert": Family(
+        "bert.", _table(_MEGATRON_BERT), ignored=r".*embeddings\.position_ids"
+    ),
 }
 
 
 def to_megatron(
-    family: Family, name: str, parts: Sequence[torch.Tensor], model: Model, rows: int | None = None
+    family: Family,
+    name: str,
+    parts: Sequence[torch.Tensor],
+    model: Model,
+    rows: int | None = None,
 ) -> torch.Tensor:
     """Megatron's parameter `name`, whole, from Hugging Face's tensors `parts`.
 
-    rows: of the padded vocabulary. A padding row is a copy of the last token's, or PADDING_BIAS in a bias.
+    rows: of the padded vocabulary. A padding row is a copy of the last token's, or
+    PADDING_BIAS in a bias.
     """
     if family.transposed and ".linear_" in name and name.endswith("weight"):
         parts = [part.t() for part in parts]
@@ -130,20 +154,32 @@ def to_megatron(
     whole = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
     missing = rows - model.vocab if rows and name in VOCABULARY else 0
     if missing > 0:
-        last = torch.full_like(whole[-1:], PADDING_BIAS) if name.endswith("bias") else whole[-1:]
+        last = (
+            torch.full_like(whole[-1:], PADDING_BIAS)
+            if name.endswith("bias")
+            else whole[-1:]
+        )
         whole = torch.cat([whole, *[last] * missing])
     return whole.contiguous()
 
 
-def to_hugging_face(family: Family, name: str, whole: torch.Tensor, model: Model) -> list[torch.Tensor]:
-    """Hugging Face's tensors, in the order of `family.sources(name)`; without the vocabulary's padding."""
+def to_hugging_face(
+    family: Family, name: str, whole: torch.Tensor, model: Model
+) -> list[torch.Tensor]:
+    """Hugging Face's tensors, in the order of `family.sources(name)`; without the
+    vocabulary's padding."""
     count = len(family.sources(name))
     if name in VOCABULARY:
         parts = [whole[: model.vocab]]
     elif ".linear_qkv." in name:
         size = model.head_size
         grouped = whole.reshape(model.groups, -1, *whole.shape[1:])
-        parts = [part.flatten(0, 1) for part in grouped.split([model.heads // model.groups * size, size, size], dim=1)]
+        parts = [
+            part.flatten(0, 1)
+            for part in grouped.split(
+                [model.heads // model.groups * size, size, size], dim=1
+            )
+        ]
         if count == 1:
             parts = [torch.cat(parts)]
     else:

@@ -1,6 +1,8 @@
-"""The weights of a Hugging Face folder: safetensors, read and written one tensor or one file at a time.
+"""The weights of a Hugging Face folder: safetensors, read and written one tensor or one
+file at a time.
 
-Invariant: what is missing, cut short or of another kind is found before anything is written.
+Invariant: what is missing, cut short or of another kind is found before anything is
+written.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ SHARD = 256 << 20  # bytes of a file, or one tensor that is larger
 
 
 class Weights:
-    """The tensors of a folder by name: `shapes` and `dtypes`, and `read` for one of them."""
+    """The tensors of a folder by name: `shapes` and `dtypes`, and `read` for one of
+    them."""
 
     def __init__(self, folder: Path):
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -43,8 +46,14 @@ class Weights:
                     kind = part.get_dtype()
                     if kind not in DTYPES:
                         known = ", ".join(DTYPES)
-                        raise UserError(f"{path}: the tensor {name} is of type {kind}: only {known} can be imported")
-                    self.shapes[name], self.dtypes[name] = tuple(part.get_shape()), DTYPES[kind]
+                        raise UserError(
+                            f"{path}: the tensor {name} is of type {kind}: only "
+                            f"{known} can be imported"
+                        )
+                    self.shapes[name], self.dtypes[name] = (
+                        tuple(part.get_shape()),
+                        DTYPES[kind],
+                    )
                     self._files[name] = path
 
     def read(self, name: str) -> torch.Tensor:
@@ -55,12 +64,16 @@ class Weights:
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:
-    """The files of tensors that transformers reads, with the names that the index places in each."""
+    """The files of tensors that transformers reads, with the names that the index
+    places in each."""
     if (folder / SINGLE).is_file():
         return {folder / SINGLE: set()}
     index = folder / INDEX
     if not index.is_file():
-        raise UserError(f"{folder}: there is neither {INDEX} nor {SINGLE}: save it with transformers' save_pretrained")
+        raise UserError(
+            f"{folder}: there is neither {INDEX} nor {SINGLE}: save it with "
+            "transformers' save_pretrained"
+        )
     files: dict[Path, set[str]] = {}
     for name, file in json.loads(index.read_text())["weight_map"].items():
         files.setdefault(folder / Path(file).name, set()).add(name)
@@ -72,11 +85,14 @@ def _errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: it is missing, cut short or no file of safetensors ({error})") from None
+        raise UserError(
+            f"{path}: it is missing, cut short or no file of safetensors ({error})"
+        ) from None
 
 
 def write(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Files of at most SHARD bytes, or of one tensor, and their index; the memory of one file is held."""
+    """Files of at most SHARD bytes, or of one tensor, and their index; the memory of
+    one file is held."""
     place: dict[str, int] = {}  # the number of each tensor's file
     total = count = 0
     for part in portions(tensors, lambda each: each[1].nbytes, SHARD):
@@ -84,25 +100,40 @@ def write(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         place |= {name: count for name, _ in part}
         total += sum(tensor.nbytes for _, tensor in part)
         count += 1
-    final = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)] if count > 1 else [SINGLE]
+    final = (
+        [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
+        if count > 1
+        else [SINGLE]
+    )
     for number, name in enumerate(final):
         (folder / f"part-{number}").rename(folder / name)
     if count > 1:
         weight_map = {name: final[number] for name, number in place.items()}
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+        write_json(
+            folder / INDEX,
+            {"metadata": {"total_size": total}, "weight_map": weight_map},
+            indent=2,
+        )
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """A tokenizer's files, the generation's options, the configuration. UserError for a link out of the folder."""
+    """A tokenizer's files, the generation's options, the configuration. UserError for a
+    link out of the folder."""
     target.mkdir(parents=True, exist_ok=True)
     root = source.resolve()
-    root = root.parents[1] if root.parent.name == "snapshots" else root  # the Hub's cache links to its own `blobs`
+    # the Hub's cache links to its own `blobs`
+    root = root.parents[1] if root.parent.name == "snapshots" else root
     for path in sorted(source.iterdir()):
         if path.is_file() and re.fullmatch(_COPIED, path.name):
             if not path.resolve().is_relative_to(root):
-                raise UserError(f"{path}: it is a link out of the folder: copy the file itself there")
+                raise UserError(
+                    f"{path}: it is a link out of the folder: copy the file itself there"
+                )
             shutil.copyfile(path, target / path.name)
 
 
 def has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"))
+    return any(
+        (folder / name).is_file()
+        for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    )

@@ -1,4 +1,5 @@
-"""The 2BW engine on plain torch: a schedule's actions, weight versions, messages, updates. See examples/plain_torch.py.
+"""The 2BW engine on plain torch: a schedule's actions, weight versions, messages,
+updates. See examples/plain_torch.py.
 
 Nothing here imports Megatron, reads flags or prints.
 """

@@ -1,7 +1,8 @@
 """When each action of a stage ran, and how long it waited before.
 
-A mark costs a reading of the clock on the CPU and an event on the GPU. `resolve` turns marks into times later: in the
-late step's thread, or at the end of a batch, when the GPU has finished its work.
+A mark costs a reading of the clock on the CPU and an event on the GPU. `resolve` turns
+marks into times later: in the late step's thread, or at the end of a batch, when the
+GPU has finished its work.
 """
 
 from __future__ import annotations
@@ -72,16 +73,23 @@ class Recorder:
     def resolve(self, marks: Marks) -> list[Record]:
         """Times of marks that `cut` returned, in order.
 
-        On the GPU it waits until the last one has passed. The training thread must not do that while work is queued.
+        On the GPU it waits until the last one has passed. The training thread must not
+        do that while work is queued.
         """
         if self._cuda and marks:
             marks[-1][3].synchronize()
-        records = [Record(action, *(self._time(mark) for mark in times)) for action, *times in marks]
+        records = [
+            Record(action, *(self._time(mark) for mark in times))
+            for action, *times in marks
+        ]
         if marks:
             last = marks[-1][3]
-            self._base = last, self._time(last)  # a near one: CUDA gives the time between two events in 32 bits
+            # a near one: CUDA gives the time between two events in 32 bits
+            self._base = last, self._time(last)
         return records
 
     def _time(self, mark: Any) -> float:
         base, at = self._base
-        return float(at + (base.elapsed_time(mark) / 1e3 if self._cuda else (mark - base) / 1e9))
+        return float(
+            at + (base.elapsed_time(mark) / 1e3 if self._cuda else (mark - base) / 1e9)
+        )

@@ -1,21 +1,24 @@
 """CUDA streams that nothing else uses.
 
-Invariant: a stream of this module is neither another one of it nor a stream of NCCL or gloo.
+Invariant: a stream of this module is neither another one of it nor a stream of NCCL or
+gloo.
 """
 
 from __future__ import annotations
 
 import torch
 
-# torch has a pool of 32 streams for each priority and gives them out in turn, so that two of its streams may be one.
-# Those of NCCL have priority 0 or the highest, those of gloo the highest (torch's c10/cuda/CUDAStream.h).
+# torch has a pool of 32 streams for each priority and gives them out in turn, so that
+# two of its streams may be one. Those of NCCL have priority 0 or the highest, those of
+# gloo the highest (torch's c10/cuda/CUDAStream.h).
 PRIORITY, POOL = -2, 32
 
 _taken: list[torch.cuda.Stream] = []
 
 
 def own_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream for one purpose, for as long as the process lives. RuntimeError if the pool is used up."""
+    """A stream for one purpose, for as long as the process lives. RuntimeError if the
+    pool is used up."""
     for _ in range(POOL):
         stream = torch.cuda.Stream(device=device, priority=PRIORITY)
         if all(stream.cuda_stream != other.cuda_stream for other in _taken):

@@ -1,9 +1,11 @@
-"""The weight versions of one stage: contiguous stores, one per dtype and slot, and the pointers into them.
+"""The weight versions of one stage: contiguous stores, one per dtype and slot, and the
+pointers into them.
 
 Invariants (docs/design.md, rules 1 to 4 and [Note: one storage per microbatch]):
-- a microbatch's forward and backward are bound to the same storage: an autograd graph holds the leaf Parameter or a
-  view of it, and both must see the forward's weights;
-- only the slot that `reserve` returns is written, and no version in it has a reader left;
+- a microbatch's forward and backward are bound to the same storage: an autograd graph
+  holds the leaf Parameter or a view of it, and both must see the forward's weights;
+- only the slot that `reserve` returns is written, and no version in it has a reader
+  left;
 - a version change rebinds `param.data`; it never copies.
 """
 
@@ -17,45 +19,63 @@ from typing import Any
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-ALIGNMENT = 64  # elements: matrix kernels want the addresses of whole vectors, and so do Megatron's buffers
+# elements: matrix kernels want the addresses of whole vectors, and so do Megatron's
+# buffers
+ALIGNMENT = 64
 
 
 @dataclass
 class Write:
-    """The caller of `WeightStores.writing` reports here whether the optimizer stepped."""
+    """The caller of `WeightStores.writing` reports here whether the optimizer
+    stepped."""
 
     stepped: bool = True
 
 
 class WeightStores:
-    """`slots` versions of the trainable parameters of a stage (2 for 2BW: double buffering, paper section 3.1).
+    """`slots` versions of the trainable parameters of a stage (2 for 2BW: double
+    buffering, paper section 3.1).
 
-    params   the trainable parameters of the stage, of any dtypes; each appears once. A frozen stage has none
+    params   the trainable parameters of the stage, of any dtypes; each appears once. A
+             frozen stage has none
     slots    versions held at most
-    buffers  Megatron's contiguous parameter buffers, if it has some (distributed optimizer): they are slot 0, and the
-             other slots have their layout, so that shards can be gathered into a store
+    buffers  Megatron's contiguous parameter buffers, if it has some (distributed
+             optimizer): they are slot 0, and the other slots have their layout, so that
+             shards can be gathered into a store
 
-    Slot 0 starts with the present values of the parameters. Bytes: slots x the size of the parameters, each
-    padded to ALIGNMENT elements.
+    Slot 0 starts with the present values of the parameters. Bytes: slots x the size of
+    the parameters, each padded to ALIGNMENT elements.
     """
 
-    def __init__(self, params: Iterable[torch.nn.Parameter], slots: int, buffers: Sequence[Any] | None = None):
+    def __init__(
+        self,
+        params: Iterable[torch.nn.Parameter],
+        slots: int,
+        buffers: Sequence[Any] | None = None,
+    ):
         self.params = list(params)
         self.slots = slots
         self.buffer_data: list[list[torch.Tensor]] = []  # by slot, then by buffer
-        self._slot_of: dict[int, int] = {0: 0}  # version -> slot; two versions share one after a skipped step
+        # version -> slot; two versions share one after a skipped step
+        self._slot_of: dict[int, int] = {0: 0}
         self._bound: int | None = None  # the slot that the parameters point to
         if buffers is not None:
             self.buffer_data = [[buffer.param_data for buffer in buffers]]
-            self.buffer_data += [[torch.zeros_like(data) for data in self.buffer_data[0]] for _ in range(1, slots)]
+            self.buffer_data += [
+                [torch.zeros_like(data) for data in self.buffer_data[0]]
+                for _ in range(1, slots)
+            ]
             self._views = [self._views_of(buffers, data) for data in self.buffer_data]
             self._point_to(0)
         else:
             self._views = [self._allocate(copy=True)]
-            self._point_to(0)  # gives the parameters' own storage back before the other slots are taken
+            # gives the parameters' own storage back before the other slots are taken
+            self._point_to(0)
             self._views += [self._allocate(copy=False) for _ in range(1, slots)]
 
-    def _views_of(self, buffers: Sequence[Any], data: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _views_of(
+        self, buffers: Sequence[Any], data: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
         places = {}
         for buffer, flat in zip(buffers, data):
             for param, (start, end, _) in buffer.param_index_map.items():
@@ -63,16 +83,22 @@ class WeightStores:
         return [places[param] for param in self.params]
 
     def _allocate(self, copy: bool) -> list[torch.Tensor]:
-        """Views of one flat tensor per dtype, in the order of the parameters; with their values if `copy`."""
+        """Views of one flat tensor per dtype, in the order of the parameters; with
+        their values if `copy`."""
         starts: list[int] = []
         sizes: dict[torch.dtype, int] = {}
         for param in self.params:
             starts.append(sizes.get(param.dtype, 0))
             sizes[param.dtype] = starts[-1] + -(-param.numel() // ALIGNMENT) * ALIGNMENT
-        flats = {dtype: torch.empty(numel, dtype=dtype, device=self.params[0].device) for dtype, numel in sizes.items()}
+        flats = {
+            dtype: torch.empty(numel, dtype=dtype, device=self.params[0].device)
+            for dtype, numel in sizes.items()
+        }
         views = []
         for param, start in zip(self.params, starts):
-            views.append(flats[param.dtype][start : start + param.numel()].view(param.shape))
+            views.append(
+                flats[param.dtype][start : start + param.numel()].view(param.shape)
+            )
             if copy:
                 views[-1].copy_(param.detach())
         return views
@@ -90,7 +116,8 @@ class WeightStores:
     def start(self, version: int, shadow: Sequence[torch.Tensor] | None = None) -> None:
         """Name the present values W(version), and `shadow` W(version - 1).
 
-        shadow: one tensor a parameter, in their order; None: a run starts with shadow := weights.
+        shadow: one tensor a parameter, in their order; None: a run starts with shadow
+        := weights.
         """
         slot = self._slot_of[self.newest]
         self._slot_of = {version: slot}
@@ -119,23 +146,32 @@ class WeightStores:
     def reserve(self, needed: Iterable[int]) -> int:
         """A free slot for W(newest + 1); `commit` names it so.
 
-        needed: versions that microbatches in flight, or later forwards, still read. The newest is kept too if a slot
-        is left for it; if it is not needed and there is one slot only, the step writes in place.
-        RuntimeError if no slot is free.
+        needed: versions that microbatches in flight, or later forwards, still read. The
+        newest is kept too if a slot is left for it; if it is not needed and there is
+        one slot only, the step writes in place. RuntimeError if no slot is free.
         """
         newest = self.newest
-        kept = {version: slot for version, slot in self._slot_of.items() if version in {newest, *needed}}
-        target = next((slot for slot in range(self.slots) if slot not in kept.values()), None)
+        kept = {
+            version: slot
+            for version, slot in self._slot_of.items()
+            if version in {newest, *needed}
+        }
+        target = next(
+            (slot for slot in range(self.slots) if slot not in kept.values()), None
+        )
         if target is None and newest not in needed:
             others = {slot for version, slot in kept.items() if version != newest}
             target = kept[newest] if kept[newest] not in others else None
         if target is None:
-            raise RuntimeError(f"no free weight store: versions {sorted({newest, *needed})} are all in use")
+            raise RuntimeError(
+                f"no free weight store: versions {sorted({newest, *needed})} are all in use"
+            )
         self._slot_of = kept
         return target
 
     def commit(self, target: int, stepped: bool) -> None:
-        """Name the content of slot `target` W(newest + 1). After a skipped step W(v+1) = W(v), without a copy."""
+        """Name the content of slot `target` W(newest + 1). After a skipped step W(v+1)
+        = W(v), without a copy."""
         newest = self.newest
         current = self._slot_of[newest]
         if stepped and current == target:  # it was written in place
@@ -155,26 +191,32 @@ class WeightStores:
         return self._views[slot]
 
     def prepare(self, target: int) -> None:
-        """Copy W(v) in fp32 to where W(v+1) is written: an optimizer without main parameters steps it in place."""
+        """Copy W(v) in fp32 to where W(v+1) is written: an optimizer without main
+        parameters steps it in place."""
         current = self._slot_of[self.newest]
-        if target == current or self.buffer_data:  # the distributed optimizer's shards are main parameters
+        # the distributed optimizer's shards are main parameters
+        if target == current or self.buffer_data:
             return
-        for param, old, new in zip(self.params, self._views[current], self._views[target]):
+        for param, old, new in zip(
+            self.params, self._views[current], self._views[target]
+        ):
             if param.dtype == torch.float32:
                 new.copy_(old)
 
     @contextlib.contextmanager
     def writing(self, needed: Iterable[int]) -> Iterator[Write]:
-        """Write W(newest + 1) in this thread: inside, the parameters point to a free slot.
+        """Write W(newest + 1) in this thread: inside, the parameters point to a free
+        slot.
 
-        needed: see `reserve`. The caller reports in the yielded `Write` whether the optimizer stepped. Afterwards the
-        parameters point to the newest version.
+        needed: see `reserve`. The caller reports in the yielded `Write` whether the
+        optimizer stepped. Afterwards the parameters point to the newest version.
         """
         target = self.reserve(needed)
         self.prepare(target)
         self._point_to(target)
         write = Write()
-        # Graphs in flight saved these parameters; autograd counts writes per parameter, not per storage.
+        # Graphs in flight saved these parameters; autograd counts writes per parameter,
+        # not per storage.
         with _unsafe_preserve_version_counter(tuple(self.params)):
             yield write
         self.commit(target, write.stepped)

@@ -1,4 +1,5 @@
-"""A thread that runs one job after the other, for work that must not stop the training thread."""
+"""A thread that runs one job after the other, for work that must not stop the training
+thread."""
 
 from __future__ import annotations
 
@@ -13,21 +14,28 @@ import torch
 
 
 class Worker:
-    """Runs jobs in the order in which they are submitted. Its thread dies with the process.
+    """Runs jobs in the order in which they are submitted. Its thread dies with the
+    process.
 
-    (The threads of concurrent.futures are joined at exit: one that waits for a lost rank would block the exit.)
+    (The threads of concurrent.futures are joined at exit: one that waits for a lost
+    rank would block the exit.)
 
-    context  makes a context manager in which the jobs run, since torch keeps some settings by thread
+    context  makes a context manager in which the jobs run, since torch keeps some
+             settings by thread
     """
 
     def __init__(
         self,
         name: str,
         device: torch.device,
-        context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        context: Callable[
+            [], contextlib.AbstractContextManager[Any]
+        ] = contextlib.nullcontext,
     ):
         self.device, self._context = device, context
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = (
+            queue.SimpleQueue()
+        )
         threading.Thread(target=self._serve, daemon=True, name=name).start()
 
     def submit(self, job: Callable[[], Any]) -> Future[Any]:
@@ -44,6 +52,7 @@ class Worker:
                 job, future = self._jobs.get()
                 try:
                     future.set_result(job())
-                except BaseException as error:  # raised again by result(), in the training thread
+                # raised again by result(), in the training thread
+                except BaseException as error:
                     future.set_exception(error)
                 del job, future  # the tensors that they hold

@@ -1,4 +1,5 @@
-"""Reads the index of Megatron's indexed datasets, and of their tokens what a check needs."""
+"""Reads the index of Megatron's indexed datasets, and of their tokens what a check
+needs."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import struct
 
 import numpy
 
-_INDEX = struct.Struct("<9sQBQQ")  # magic, version, code of the token type, sequences, documents and the end
+# magic, version, code of the token type, sequences, documents and the end
+_INDEX = struct.Struct("<9sQBQQ")
 
 
 def _header(prefix: str) -> tuple[int, int, int]:
@@ -15,19 +17,23 @@ def _header(prefix: str) -> tuple[int, int, int]:
 
 
 def divided(prefix: str, bert: bool) -> int:
-    """The number of what --split divides: the documents of a BERT, the sequences of a GPT."""
+    """The number of what --split divides: the documents of a BERT, the sequences of a
+    GPT."""
     _, sequences, documents = _header(prefix)
     return documents - 1 if bert else sequences
 
 
 def has_prompts(prefix: str) -> bool:
-    """Whether a dataset is of --task sft, whose first token is negative (conversations.py)."""
+    """Whether a dataset is of --task sft, whose first token is negative
+    (conversations.py)."""
     with open(prefix + ".bin", "rb") as file:
-        return _header(prefix)[0] == 4 and file.read(4)[3:] >= b"\x80"  # int32, little-endian
+        # int32, little-endian
+        return _header(prefix)[0] == 4 and file.read(4)[3:] >= b"\x80"
 
 
 def has_target(prefix: str, length: int) -> bool:
-    """Whether a conversation of --task sft has a target among its first `length` tokens. One that is whole has."""
+    """Whether a conversation of --task sft has a target among its first `length`
+    tokens. One that is whole has."""
     _, sequences, _ = _header(prefix)
     sizes = numpy.fromfile(prefix + ".idx", "<i4", sequences, offset=_INDEX.size)
     if sizes.min() <= length:

@@ -1,7 +1,9 @@
-"""Data preparation: `datasets` reads the documents and maps the tokenizer, Megatron's builder writes .bin and .idx.
+"""Data preparation: `datasets` reads the documents and maps the tokenizer, Megatron's
+builder writes .bin and .idx.
 
-Invariant: the result depends only on the inputs and the options, not on the number of workers or of interruptions. The
-work lies in PREFIX.unfinished until it is whole; the next call continues it. PREFIX.idx comes last.
+Invariant: the result depends only on the inputs and the options, not on the number of
+workers or of interruptions. The work lies in PREFIX.unfinished until it is whole; the
+next call continues it. PREFIX.idx comes last.
 """
 
 from __future__ import annotations
@@ -36,14 +38,22 @@ from megatron_2bw.data.encoder import Document, Encoder, write
 from megatron_2bw.errors import UserError
 from megatron_2bw.processes import end_with_parent
 
-PART_BYTES = 256_000_000  # of text: tokenized by all workers together; a later call continues after the last one
+# of text: tokenized by all workers together; a later call continues after the last one
+PART_BYTES = 256_000_000
 BATCH_BYTES = 1_000_000  # of text, on average: tokenized in one call
-LIBRARIES = ("tokenizers", "sentencex", "transformers")  # whose versions may change the result
+# whose versions may change the result
+LIBRARIES = ("tokenizers", "sentencex", "transformers")
 COLUMNS = ("tokens", "lengths")  # of a Document
 _FORMAT = 6  # raise it when the same inputs give other files
 _JSON = {".jsonl", ".json", ".ndjson"}
 # The rows of a form, as `datasets` names them.
-_ROWS = {"jsonl": "line", "array": "document", "lines": "line", "blank-lines": "paragraph", "file": "document"}
+_ROWS = {
+    "jsonl": "line",
+    "array": "document",
+    "lines": "line",
+    "blank-lines": "paragraph",
+    "file": "document",
+}
 
 
 def say(text: str) -> None:
@@ -52,7 +62,8 @@ def say(text: str) -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """Rows of a dataset, or, of text files, those that _ROWS names. key: of the text; None for the whole object.
+    """Rows of a dataset, or, of text files, those that _ROWS names. key: of the text;
+    None for the whole object.
 
     names: of the dataset, or of the files, which `read` reads one by one
     """
@@ -64,18 +75,30 @@ class Source:
     names: list[str]
     read: Callable | None = None
 
-    def documents(self, batch: dict[str, list], numbers: Iterable[int], take: Callable) -> Iterator:
-        """What `take` makes of each document. A bad one raises UserError, or with `skip_bad` is (0, None)."""
+    def documents(
+        self, batch: dict[str, list], numbers: Iterable[int], take: Callable
+    ) -> Iterator:
+        """What `take` makes of each document. A bad one raises UserError, or with
+        `skip_bad` is (0, None)."""
         column = "text" if self.form else self.key
-        rows = batch[column] if column else [dict(zip(batch, row)) for row in zip(*batch.values())]
+        rows = (
+            batch[column]
+            if column
+            else [dict(zip(batch, row)) for row in zip(*batch.values())]
+        )
         for row, number in zip(rows, numbers):
             try:
-                yield from [take(document) for document in (self._read(row) if self.form else [row])]
+                yield from [
+                    take(document)
+                    for document in (self._read(row) if self.form else [row])
+                ]
             except (ValueError, TypeError, LookupError, AttributeError) as error:
                 if not self.skip_bad:
                     reason = str(error).partition("\n")[0] or type(error).__name__
                     begin = f"{self._place(number)}, {str(row)[:40]!r}: {reason}"
-                    raise UserError(f"{begin} (--skip-bad-documents leaves such documents out)") from error
+                    raise UserError(
+                        f"{begin} (--skip-bad-documents leaves such documents out)"
+                    ) from error
                 yield 0, None
 
     def _place(self, number: int) -> str:
@@ -95,7 +118,9 @@ class Source:
         if self.skip_bad and "\ufffd" in text:
             raise ValueError("not valid UTF-8")
         if self.form == "blank-lines":  # they may hold spaces
-            blocks = itertools.groupby(text.split("\n"), lambda line: bool(line.strip()))
+            blocks = itertools.groupby(
+                text.split("\n"), lambda line: bool(line.strip())
+            )
             return ["\n".join(block) for written, block in blocks if written]
         if self.form not in ("jsonl", "array") or not text.strip():
             return [text] if text.strip() else []
@@ -106,21 +131,29 @@ class Source:
         if not isinstance(record, dict):
             raise ValueError(f"it is {type(record).__name__}, not an object with keys")
         if self.key is not None and self.key not in record:
-            raise ValueError(f"no key {self.key!r}, only {', '.join(record)}: give --json-keys")
+            raise ValueError(
+                f"no key {self.key!r}, only {', '.join(record)}: give --json-keys"
+            )
         return [record if self.key is None else record[self.key]]
 
 
 def run(options: Namespace, prefix: Path) -> str:
     """Do the work, or the rest of an earlier call's. Returns the tokenizer's name.
 
-    options: as preprocess_cli.py checks them. Raises UserError, and OSError if the work is interrupted.
+    options: as preprocess_cli.py checks them. Raises UserError, and OSError if the work
+    is interrupted.
     """
     folder = prefix.with_name(prefix.name + ".unfinished")
-    places = [prefix.with_name(prefix.name + end) for end in ("-tokenizer", ".bin", ".idx")]
+    places = [
+        prefix.with_name(prefix.name + end) for end in ("-tokenizer", ".bin", ".idx")
+    ]
     places = places[options.tokenizer_model is not None :]
-    # With the folder, .bin and the tokenizer are of a call that was killed while it moved them.
+    # With the folder, .bin and the tokenizer are of a call that was killed while it
+    # moved them.
     for place in filter(Path.exists, places[-1:] if folder.exists() else places):
-        raise UserError(f"--output-prefix {prefix}: {place} exists; remove it or give another prefix")
+        raise UserError(
+            f"--output-prefix {prefix}: {place} exists; remove it or give another prefix"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(folder / "lock", timeout=0):
@@ -130,7 +163,8 @@ def run(options: Namespace, prefix: Path) -> str:
                 if not any(folder.glob("tokens-*")):  # nothing is lost
                     shutil.rmtree(folder)
                 raise
-            for index in prefix.glob("cache/*_indices"):  # Megatron's, of data that was there: it would be read again
+            # Megatron's, of data that was there: it would be read again
+            for index in prefix.glob("cache/*_indices"):
                 shutil.rmtree(index)
             for result, place in zip(made[-len(places) :], places, strict=True):
                 if place.is_dir():
@@ -138,17 +172,24 @@ def run(options: Namespace, prefix: Path) -> str:
                 os.replace(result, place)
             shutil.rmtree(folder)
     except filelock.Timeout:
-        raise UserError(f"--output-prefix {prefix}: another call is writing it: wait, or give another prefix") from None
+        raise UserError(
+            f"--output-prefix {prefix}: another call is writing it: wait, or give another prefix"
+        ) from None
     return options.tokenizer_model or str(places[0])
 
 
 def _work(options: Namespace, folder: Path) -> list[Path]:
-    """Write the tokenizer's folder, .bin and .idx below `folder`. Returns their paths."""
+    """Write the tokenizer's folder, .bin and .idx below `folder`. Returns their
+    paths."""
     if any(folder.glob("tokens-*")):
         say(f"continuing the work in {folder}")
     sources = list(_sources(options, folder))
-    tokenizer = Path(options.tokenizer_model or _new_tokenizer(options, sources, folder))
-    loaded, eod = hub.load_tokenizer(options.tokenizer_model or str(tokenizer), options.task)
+    tokenizer = Path(
+        options.tokenizer_model or _new_tokenizer(options, sources, folder)
+    )
+    loaded, eod = hub.load_tokenizer(
+        options.tokenizer_model or str(tokenizer), options.task
+    )
     start, text = time.monotonic(), loaded.backend_tokenizer.to_str()
     if options.task == "sft":
         encoder = Conversations(loaded, options.tokenizer_model)
@@ -156,21 +197,42 @@ def _work(options: Namespace, folder: Path) -> list[Path]:
         encoder = Encoder(text, eod, options.language)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process for each core is enough
     counts: Counter[str] = Counter()
-    depends = [_FORMAT, *map(version, LIBRARIES), text, loaded.chat_template, encoder.dtype.__name__]
+    depends = [
+        _FORMAT,
+        *map(version, LIBRARIES),
+        text,
+        loaded.chat_template,
+        encoder.dtype.__name__,
+    ]
     depends += [options.task, options.language]
     try:
-        parts = [part for source in sources for part in _tokenized(source, encoder, depends, options.workers, folder)]
-    except multiprocess.TimeoutError as error:  # which `datasets` raises in the place of a signal's
+        parts = [
+            part
+            for source in sources
+            for part in _tokenized(source, encoder, depends, options.workers, folder)
+        ]
+    # which `datasets` raises in the place of a signal's
+    except multiprocess.TimeoutError as error:
         raise error.__context__ or error from None
     counts.update(write(folder / "data", encoder.dtype, _drained(parts, counts)))
     if not counts["documents"]:
         for part in folder.glob("tokens-*"):
             part.unlink()
-        raise UserError("the input holds no documents, or --skip-bad-documents hides them: give other input")
-    names = ["documents", "sequences", "tokens", *["targets"] * (options.task == "sft")]  # sentences of BERT
+        raise UserError(
+            "the input holds no documents, or --skip-bad-documents hides them: give other input"
+        )
+    # sentences of BERT
+    names = ["documents", "sequences", "tokens", *["targets"] * (options.task == "sft")]
     shown = [f"{counts[name]:,} {name}" for name in names]
-    shown += [f"{counts[name]:,} {name} documents left out" for name in ("empty", "bad") if counts[name]]
-    say(f"{', '.join(shown)}; {counts['bytes'] / 1e6:,.1f} MB of text, {time.monotonic() - start:.1f} s")
+    shown += [
+        f"{counts[name]:,} {name} documents left out"
+        for name in ("empty", "bad")
+        if counts[name]
+    ]
+    say(
+        f"{', '.join(shown)}; {counts['bytes'] / 1e6:,.1f} MB of text, "
+        f"{time.monotonic() - start:.1f} s"
+    )
     made = [folder / "data.bin", folder / "data.idx"]
     for path in made:  # a power failure must not cut what is moved to its place
         with open(path, "rb") as file:
@@ -180,54 +242,91 @@ def _work(options: Namespace, folder: Path) -> list[Path]:
 
 def _sources(options: Namespace, folder: Path) -> Iterator[Source]:
     """The dataset; or the input, one source for neighbours of the same format."""
-    skip, key = options.skip_bad_documents, None if options.task == "sft" else options.key
+    skip, key = (
+        options.skip_bad_documents,
+        None if options.task == "sft" else options.key,
+    )
     if name := options.dataset:
         where = f"--dataset {name}, --dataset-split {options.dataset_split}, --text-column {key}"
-        rows = hub.load(where, name, options.dataset_split, key, name=options.dataset_config)
+        rows = hub.load(
+            where, name, options.dataset_split, key, name=options.dataset_config
+        )
         yield Source(rows, None, key, skip, [name])
 
     def form(file: str) -> tuple[str, str]:
         """What the rows are, and the name of a file that is a source by itself."""
-        json_by_name = not _JSON.isdisjoint(suffix.lower() for suffix in Path(file).suffixes[-2:])
-        is_json = json_by_name if options.input_format == "auto" else options.input_format == "jsonl"
+        json_by_name = not _JSON.isdisjoint(
+            suffix.lower() for suffix in Path(file).suffixes[-2:]
+        )
+        is_json = (
+            json_by_name
+            if options.input_format == "auto"
+            else options.input_format == "jsonl"
+        )
         if not is_json and options.task != "sft":
             return options.text_documents, ""
         return ("array", file) if hub.holds_array(file) else ("jsonl", "")
 
     for (unit, _), files in itertools.groupby(options.files, form):
-        read = functools.partial(_read, unit, str(folder / "cache"), "replace" if skip else "strict")  # by U+FFFD
+        # by U+FFFD
+        read = functools.partial(
+            _read, unit, str(folder / "cache"), "replace" if skip else "strict"
+        )
         names = list(files)
         yield Source(read(names), unit, key, skip, names, read)
 
 
 def _read(form: str, cache: str, errors: str, names: list[str]) -> Any:
     """The rows of files; of a JSON array its elements, each as a line of JSON."""
-    words = dict(data_files=[*map(glob.escape, names)], sample_by=_ROWS[form], cache_dir=cache, encoding_errors=errors)
-    return hub.load(f"--input {' '.join(names)[:200]}", "text", "train", arrays=form == "array", **words)
+    words = dict(
+        data_files=[*map(glob.escape, names)],
+        sample_by=_ROWS[form],
+        cache_dir=cache,
+        encoding_errors=errors,
+    )
+    return hub.load(
+        f"--input {' '.join(names)[:200]}",
+        "text",
+        "train",
+        arrays=form == "array",
+        **words,
+    )
 
 
 def _new_tokenizer(options: Namespace, sources: list[Source], folder: Path) -> Path:
-    """The folder of a tokenizer that is trained, or built from files; another call makes the same one."""
+    """The folder of a tokenizer that is trained, or built from files; another call
+    makes the same one."""
     place = folder / "tokenizer"
     shutil.rmtree(place, ignore_errors=True)
     if options.vocab_file:
-        vocabulary.from_files(place, options.vocab_file, options.merge_file, options.cased)
+        vocabulary.from_files(
+            place, options.vocab_file, options.merge_file, options.cased
+        )
     else:
         vocabulary.save(place, *_trained(options, sources))
     return place
 
 
 def _trained(options: Namespace, sources: list[Source]) -> tuple[Any, dict[str, str]]:
-    size, limit = sum(source.rows.data.nbytes for source in sources), options.train_tokenizer_mb * 1e6
+    size, limit = (
+        sum(source.rows.data.nbytes for source in sources),
+        options.train_tokenizer_mb * 1e6,
+    )
     say(f"training the tokenizer on {min(limit, size) / 1e6:,.1f} MB")
     special = vocabulary.special_tokens(options.task, options.train_tokenizer)
     read = lambda: _sample(sources, max(1, round(size / limit)))
     if options.train_tokenizer == "bpe":
-        trained = vocabulary.train_bpe(read(), options.vocab_size, list(special.values()))
+        trained = vocabulary.train_bpe(
+            read(), options.vocab_size, list(special.values())
+        )
     else:
-        trained = vocabulary.train_wordpiece(read, options.vocab_size, special, options.cased)
+        trained = vocabulary.train_wordpiece(
+            read, options.vocab_size, special, options.cased
+        )
     if (count := trained.get_vocab_size()) != options.vocab_size:
-        raise UserError(f"--vocab-size {options.vocab_size}: a tokenizer of this text has {count} tokens")
+        raise UserError(
+            f"--vocab-size {options.vocab_size}: a tokenizer of this text has {count} tokens"
+        )
     return trained, special
 
 
@@ -237,14 +336,28 @@ def _sample(sources: list[Source], step: int) -> Iterator[str]:
         rows = source.rows.select(range(0, len(source.rows), step))
         numbers = itertools.count(0, step)
         for batch in rows.iter(100):
-            yield from (text for _, text in source.documents(batch, numbers, Encoder.take) if text)
+            yield from (
+                text
+                for _, text in source.documents(batch, numbers, Encoder.take)
+                if text
+            )
 
 
-def _tokenized(source: Source, encoder: Any, depends: list[Any], workers: int, folder: Path) -> Iterator[Any]:
-    """The parts of a source as tokens, in datasets that lie in the folder; what an earlier call has done is taken."""
+def _tokenized(
+    source: Source, encoder: Any, depends: list[Any], workers: int, folder: Path
+) -> Iterator[Any]:
+    """The parts of a source as tokens, in datasets that lie in the folder; what an
+    earlier call has done is taken."""
     rows, size = len(source.rows), max(source.rows.data.nbytes, 1)
     count = min(-(-size // PART_BYTES), rows)
-    parts = [*depends, source.rows._fingerprint, source.form, source.key, source.skip_bad, PART_BYTES]
+    parts = [
+        *depends,
+        source.rows._fingerprint,
+        source.form,
+        source.key,
+        source.skip_bad,
+        PART_BYTES,
+    ]
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     if workers > 1:
         _settle_children()
@@ -265,18 +378,32 @@ def _tokenized(source: Source, encoder: Any, depends: list[Any], workers: int, f
         )
 
 
-def _tokenize(source: Source, encoder: Any, first: int, batch: dict[str, list], numbers: list[int]) -> pyarrow.Table:
-    """A row for each document of a batch of rows, which are numbered from the row `first` of the source on."""
-    found = list(source.documents(batch, (first + number for number in numbers), encoder.take))
+def _tokenize(
+    source: Source, encoder: Any, first: int, batch: dict[str, list], numbers: list[int]
+) -> pyarrow.Table:
+    """A row for each document of a batch of rows, which are numbered from the row
+    `first` of the source on."""
+    found = list(
+        source.documents(batch, (first + number for number in numbers), encoder.take)
+    )
     made = iter(encoder.encode([each for _, each in found if each is not None]))
     documents = [(None, None) if each is None else next(made) for _, each in found]
-    lists = [pyarrow.list_(pyarrow.from_numpy_dtype(kind)) for kind in (encoder.dtype, numpy.int32)]
-    columns = {name: pyarrow.array([each[at] for each in documents], lists[at]) for at, name in enumerate(COLUMNS)}
-    return pyarrow.table(columns | {"bytes": pyarrow.array([size for size, _ in found], pyarrow.int64())})
+    lists = [
+        pyarrow.list_(pyarrow.from_numpy_dtype(kind))
+        for kind in (encoder.dtype, numpy.int32)
+    ]
+    columns = {
+        name: pyarrow.array([each[at] for each in documents], lists[at])
+        for at, name in enumerate(COLUMNS)
+    }
+    return pyarrow.table(
+        columns | {"bytes": pyarrow.array([size for size, _ in found], pyarrow.int64())}
+    )
 
 
 def _drained(parts: list[Any], counts: Counter[str]) -> Iterator[Document]:
-    """The documents of the parts, each of which leaves the memory when it has been read; counts bytes and bad ones."""
+    """The documents of the parts, each of which leaves the memory when it has been
+    read; counts bytes and bad ones."""
     while parts:
         for table in parts.pop(0).with_format("arrow").iter(1000):
             for tokens, lengths, size in zip(*table.columns):
@@ -287,7 +414,8 @@ def _drained(parts: list[Any], counts: Counter[str]) -> Iterator[Document]:
 
 @functools.cache
 def _settle_children() -> None:
-    """From now on a forked process ends with this one, and by SIGTERM; Ctrl-C is left to this one."""
+    """From now on a forked process ends with this one, and by SIGTERM; Ctrl-C is left
+    to this one."""
 
     def settle() -> None:
         end_with_parent()

@@ -1,7 +1,9 @@
-"""From argv to checked arguments: this project's flags first, then Megatron's, then every rule.
+"""From argv to checked arguments: this project's flags first, then Megatron's, then
+every rule.
 
-Invariant: every rule is looked at before training starts, first those that need no torch (QUICK, as in `early.py`), and
-the first that is broken ends the run with its line. Megatron's own validation follows; its error is the line then.
+Invariant: every rule is looked at before training starts, first those that need no
+torch (QUICK, as in `early.py`), and the first that is broken ends the run with its
+line. Megatron's own validation follows; its error is the line then.
 """
 
 from __future__ import annotations
@@ -29,11 +31,15 @@ QUICK = (unsupported.refusal, checks.data, own.mistake, environment.refusal)
 
 
 def parse_early(argv: list[str], stop: Stop, task: str = "gpt") -> argparse.Namespace:
-    """This project's flags, read before Megatron is imported and CUDA starts; and the `task`, "gpt" or "bert"."""
+    """This project's flags, read before Megatron is imported and CUDA starts; and the
+    `task`, "gpt" or "bert"."""
     parser = add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
-    for flag in ("--tensor-model-parallel-size", "--context-parallel-size"):  # Megatron's
+    # Megatron's
+    for flag in ("--tensor-model-parallel-size", "--context-parallel-size"):
         parser.add_argument(flag, type=int, default=1)
-    parser.add_argument("--use-megatron-fsdp", "--use-torch-fsdp2", action="store_true", dest="sharded")
+    parser.add_argument(
+        "--use-megatron-fsdp", "--use-torch-fsdp2", action="store_true", dest="sharded"
+    )
     parser.error = stop
     early, _ = parser.parse_known_args(argv)
     early.task = task
@@ -46,11 +52,15 @@ def parse_early(argv: list[str], stop: Stop, task: str = "gpt") -> argparse.Name
 
 
 def parse(
-    early: argparse.Namespace, stop: Stop, read: Callable[[argparse.ArgumentParser], object] = id
+    early: argparse.Namespace,
+    stop: Stop,
+    read: Callable[[argparse.ArgumentParser], object] = id,
 ) -> argparse.Namespace:
-    """Megatron's arguments and this project's, parsed, validated and set globally by Megatron.
+    """Megatron's arguments and this project's, parsed, validated and set globally by
+    Megatron.
 
-    Calls `stop` with one line if anything is wrong. The first rank calls `read` with Megatron's own parser.
+    Calls `stop` with one line if anything is wrong. The first rank calls `read` with
+    Megatron's own parser.
     """
     from megatron.core.tokenizers.utils import build_tokenizer
     from megatron.training import arguments, checkpointing
@@ -84,14 +94,22 @@ def parse(
         if args.lora_rank and args.lora_alpha is None:
             args.lora_alpha = 2 * args.lora_rank
         check(args, stop)
-        if cpu.installed() and (line := rehearse(args, parsers[0], sys.argv[1:])) and args.rank == 0:
+        if (
+            cpu.installed()
+            and (line := rehearse(args, parsers[0], sys.argv[1:]))
+            and args.rank == 0
+        ):
             print(line, flush=True)
-        tokenizer = "BertWordPieceLowerCase" if early.task == "bert" else "GPT2BPETokenizer"
+        tokenizer = (
+            "BertWordPieceLowerCase" if early.task == "bert" else "GPT2BPETokenizer"
+        )
         arguments.validate_args(args, {"tokenizer_type": tokenizer})
         downloads = args.tokenizer_type in build_tokenizer.MEGATRON_TOKENIZERS
         flag = "--tokenizer-type" if downloads else "--tokenizer-model"
         with hub.reached(flag, value(args, flag) or "."):
-            build_tokenizer.build_tokenizer(args) if args.dry_run else set_global_variables(args)
+            build_tokenizer.build_tokenizer(
+                args
+            ) if args.dry_run else set_global_variables(args)
     except SystemExit as end:
         if end.code is None:  # Megatron's exit() after a line on the screen
             stop("Megatron ends the run in a line of its own: add --verbose to see it")
@@ -104,11 +122,15 @@ def parse(
 
 
 def _prepare_folder(args: argparse.Namespace, stop: Stop) -> None:
-    """For --use-checkpoint-args: Megatron reads the arguments before it loads. It asserts the first two itself."""
+    """For --use-checkpoint-args: Megatron reads the arguments before it loads. It
+    asserts the first two itself."""
     if args.load is None and args.pretrained_checkpoint is None:
         stop("--use-checkpoint-args needs --load or --pretrained-checkpoint: add one")
     if args.non_persistent_ckpt_type == "local":
-        stop("--use-checkpoint-args does not work with --non-persistent-ckpt-type local: give the arguments")
+        stop(
+            "--use-checkpoint-args does not work with --non-persistent-ckpt-type "
+            "local: give the arguments"
+        )
     if fault := checks.checkpoint(args):
         stop(fault)
     if args.dry_run or not same_folder(args.load, args.save):
@@ -120,48 +142,69 @@ def _prepare_folder(args: argparse.Namespace, stop: Stop) -> None:
         await_restored(args.save)
 
 
-def prepare(parser: argparse.ArgumentParser, early: argparse.Namespace, stop: Stop) -> argparse.ArgumentParser:
-    """Megatron's parser with this project's flags, the defaults that the run needs, and errors of one line."""
+def prepare(
+    parser: argparse.ArgumentParser, early: argparse.Namespace, stop: Stop
+) -> argparse.ArgumentParser:
+    """Megatron's parser with this project's flags, the defaults that the run needs, and
+    errors of one line."""
 
-    def error(message: str) -> NoReturn:  # argparse would print a usage text of a thousand lines first
+    # argparse would print a usage text of a thousand lines first
+    def error(message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
-        stop(message + _hint(unknown[1], parser._option_string_actions) if unknown else message)
+        stop(
+            message + _hint(unknown[1], parser._option_string_actions)
+            if unknown
+            else message
+        )
 
     add_flags(parser).set_defaults(**_defaults(early))
     parser._option_string_actions["--yaml-cfg"].type = _not_from_yaml
-    for action in parser._actions:  # --help of Megatron 0.19 fails at per cent signs in its texts
+    # --help of Megatron 0.19 fails at per cent signs in its texts
+    for action in parser._actions:
         action.help = action.help and re.sub(r"%%|%(?!\()", "%%", action.help)
     parser.error = error
     return parser
 
 
 def _hint(word: str, flags: Iterable[str]) -> str:
-    """The end of a line about an unknown flag: the nearest flag that is not its opposite and not always refused."""
+    """The end of a line about an unknown flag: the nearest flag that is not its
+    opposite and not always refused."""
     no = ("--no-", "--no_", "--disable", "--untie")
-    alike = [flag for flag in flags if flag.startswith(no) == word.startswith(no) and flag not in unsupported.NEVER]
+    alike = [
+        flag
+        for flag in flags
+        if flag.startswith(no) == word.startswith(no) and flag not in unsupported.NEVER
+    ]
     return did_you_mean(word, alike, cutoff=0.82)
 
 
 def _not_from_yaml(text: str) -> NoReturn:
-    raise argparse.ArgumentTypeError("it would drop the flags of the command line; give Megatron's flags instead")
+    raise argparse.ArgumentTypeError(
+        "it would drop the flags of the command line; give Megatron's flags instead"
+    )
 
 
 def _defaults(early: argparse.Namespace) -> dict[str, Any]:
-    """Defaults of Megatron's flags that this run needs; what the user types still wins, and is checked."""
+    """Defaults of Megatron's flags that this run needs; what the user types still wins,
+    and is checked."""
     # Megatron divides by the interval, and has no default.
     defaults: dict[str, Any] = {"task": early.task, "eval_interval": 1000}
     if early.task == "bert" and not installed("apex"):
-        defaults["no_persist_layer_norm"] = True  # the norm of its head is torch's then, which cannot
+        # the norm of its head is torch's then, which cannot
+        defaults["no_persist_layer_norm"] = True
     if getattr(early, "two_bw_correction", None) == "auto":
-        defaults["adam_beta1"] = None  # by the number of late microbatches, which the parsed arguments tell
+        # by the number of late microbatches, which the parsed arguments tell
+        defaults["adam_beta1"] = None
     if early.pipeline_schedule != "megatron":
-        # It runs an iteration again to find faulty GPUs, and reduces over the world in every iteration.
+        # It runs an iteration again to find faulty GPUs, and reduces over the world in
+        # every iteration.
         defaults["rerun_mode"] = "disabled"
     return defaults
 
 
 def check(args: argparse.Namespace, stop: Stop) -> None:
-    """Stop with one line at the first mistake or flag that cannot be honoured; report what a schedule does without."""
+    """Stop with one line at the first mistake or flag that cannot be honoured; report
+    what a schedule does without."""
     for rule in (*QUICK, checks.checkpoint, checks.transformer_engine):
         if message := rule(args):
             stop(message)
@@ -171,7 +214,8 @@ def check(args: argparse.Namespace, stop: Stop) -> None:
 
 
 def explain(error: BaseException) -> str:
-    """An error of Megatron's in one line: its text, or the condition that it asserts, and its place."""
+    """An error of Megatron's in one line: its text, or the condition that it asserts,
+    and its place."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     text = str(error) or (last.line or "").removeprefix("assert ")
     if "--" in text or isinstance(error, UserError):

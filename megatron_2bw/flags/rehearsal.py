@@ -1,7 +1,9 @@
-"""On the CPU a cluster's command line rehearses its job: what needs a GPU is replaced by what the CPU has.
+"""On the CPU a cluster's command line rehearses its job: what needs a GPU is replaced
+by what the CPU has.
 
-Invariant: a replacement changes kernels, transports, or where something lies in memory; what else it changes is in its
-words. The rules of `flags/` come first, so what a schedule refuses on the cluster is refused here too.
+Invariant: a replacement changes kernels, transports, or where something lies in memory;
+what else it changes is in its words. The rules of `flags/` come first, so what a
+schedule refuses on the cluster is refused here too.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from torch.nn import functional
 from megatron_2bw.errors import UserError
 from megatron_2bw.flags.rule import Args, installed
 
-# Megatron's flags as a host without CUDA needs them. Most have no flag that switches them on: no word about these.
+# Megatron's flags as a host without CUDA needs them. Most have no flag that switches
+# them on: no word about these.
 ON_CPU: dict[str, Any] = {
     "distributed_backend": "gloo",
     "transformer_impl": "local",
@@ -34,7 +37,8 @@ ON_CPU: dict[str, Any] = {
     "bias_gelu_fusion": False,
 }
 
-# Switched off: kernels, communicators, graphs, profilers and memory of GPUs, by the names of the arguments.
+# Switched off: kernels, communicators, graphs, profilers and memory of GPUs, by the
+# names of the arguments.
 OFF = """
 tp_comm_overlap nccl_ub use_sharp nccl_communicator_config_path pipeline_model_parallel_comm_backend
 fake_process_group enable_cuda_graph external_cuda_graph optimizer_cuda_graph cuda_graph_modules cuda_graph_impl
@@ -47,15 +51,21 @@ save_activations_interval save_dgrads_interval use_precision_aware_optimizer fsd
 defer_embedding_wgrad_compute fp8_param_gather fp4_param_gather main_grads_dtype main_params_dtype exp_avg_dtype
 exp_avg_sq_dtype
 """.split()
-_NO_LAYERS = ("multi_latent_attention", "experimental_attention_variant")  # Megatron has some for GPUs alone
-QUANTISED = "fp8 fp4 te_precision_config_file kitchen_config_file kitchen_recipe_number".split()
+# Megatron has some for GPUs alone
+_NO_LAYERS = ("multi_latent_attention", "experimental_attention_variant")
+QUANTISED = (
+    "fp8 fp4 te_precision_config_file kitchen_config_file kitchen_recipe_number".split()
+)
 
 
-def rehearse(args: Args, parser: argparse.ArgumentParser, argv: Sequence[str]) -> str | None:
-    """Replace what the CPU lacks in arguments that Megatron has parsed and not yet validated.
+def rehearse(
+    args: Args, parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> str | None:
+    """Replace what the CPU lacks in arguments that Megatron has parsed and not yet
+    validated.
 
-    Returns a line that lists the replacements of what was typed in `argv`, or is not Megatron's default; or None.
-    UserError if nothing computes the model there.
+    Returns a line that lists the replacements of what was typed in `argv`, or is not
+    Megatron's default; or None. UserError if nothing computes the model there.
     """
     actions = {action.dest: action for action in parser._actions}
     words = {word.partition("=")[0] for word in argv}
@@ -65,12 +75,23 @@ def rehearse(args: Args, parser: argparse.ArgumentParser, argv: Sequence[str]) -
         old, default = getattr(args, name, None), actions[name].default
         setattr(args, name, new)
         flag = actions[name].option_strings[0]
-        if old != new and (old != default or words.intersection(actions[name].option_strings)):
-            said.append((f"without {flag}" if new == default else f"{flag} {getattr(new, 'name', new)}") + what)
+        if old != new and (
+            old != default or words.intersection(actions[name].option_strings)
+        ):
+            said.append(
+                (
+                    f"without {flag}"
+                    if new == default
+                    else f"{flag} {getattr(new, 'name', new)}"
+                )
+                + what
+            )
 
     for name in _NO_LAYERS:
         if getattr(args, name):
-            raise UserError(f"{actions[name].option_strings[0]} needs Transformer Engine on a GPU")
+            raise UserError(
+                f"{actions[name].option_strings[0]} needs Transformer Engine on a GPU"
+            )
     for name, new in ON_CPU.items():
         put(name, new) if name in actions else setattr(args, name, new)
     for name in OFF:
@@ -85,34 +106,54 @@ def rehearse(args: Args, parser: argparse.ArgumentParser, argv: Sequence[str]) -
         put("two_bw_exchange", "gloo")
     if args.ckpt_format == "fsdp_dtensor":
         put("ckpt_format", "torch_dist")
-    if args.async_save and args.async_strategy == "nvrx" and not installed("nvidia_resiliency_ext"):
+    if (
+        args.async_save
+        and args.async_strategy == "nvrx"
+        and not installed("nvidia_resiliency_ext")
+    ):
         put("async_strategy", "mcore")
-    if args.context_parallel_size > 1:  # as many tokens on each rank, and as many microbatches, if they divide
+    # as many tokens on each rank, and as many microbatches, if they divide
+    if args.context_parallel_size > 1:
         batch = math.gcd(args.micro_batch_size, args.context_parallel_size)
         put("context_parallel_size", 1, " (its ranks are data-parallel)")
         put("micro_batch_size", args.micro_batch_size // batch)
         args.cp_comm_type, args.hierarchical_context_parallel_sizes = ["p2p"], None
-        args.expert_tensor_parallel_size = args.num_experts and args.expert_tensor_parallel_size
+        args.expert_tensor_parallel_size = (
+            args.num_experts and args.expert_tensor_parallel_size
+        )
     if args.recompute_modules:
-        args.recompute_modules = [name for name in args.recompute_modules if name != "moe_act"]
+        args.recompute_modules = [
+            name for name in args.recompute_modules if name != "moe_act"
+        ]
     return f"> on the CPU: {', '.join(said)}" if said else None
 
 
 def torch_norm(original: Callable) -> Callable:
-    """For WrappedTorchNorm.__new__: torch's norms with sequence parallelism, for which Megatron sums the gradients of
-    marked parameters, and with weights around 0 (--apply-layernorm-1p)."""
+    """For WrappedTorchNorm.__new__: torch's norms with sequence parallelism, for which
+    Megatron sums the gradients of marked parameters, and with weights around 0
+    (--apply-layernorm-1p)."""
 
-    def new(cls: type, config: Any, hidden_size: int, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    def new(
+        cls: type, config: Any, hidden_size: int, *args: Any, **kwargs: Any
+    ) -> torch.nn.Module:
         plain = copy.copy(config)
-        plain.sequence_parallel = plain.layernorm_zero_centered_gamma = plain.memory_efficient_layer_norm = False
+        plain.sequence_parallel = plain.layernorm_zero_centered_gamma = (
+            plain.memory_efficient_layer_norm
+        ) = False
         norm = original(cls, plain, hidden_size, *args, **kwargs)
         for param in norm.parameters():
             param.sequence_parallel = config.sequence_parallel
         if config.layernorm_zero_centered_gamma:
             torch.nn.init.zeros_(norm.weight)
             layer = isinstance(norm, torch.nn.LayerNorm)
-            apply, bias = (functional.layer_norm, [norm.bias]) if layer else (functional.rms_norm, [])
-            norm.forward = lambda x: apply(x, norm.normalized_shape, 1 + norm.weight, *bias, norm.eps)
+            apply, bias = (
+                (functional.layer_norm, [norm.bias])
+                if layer
+                else (functional.rms_norm, [])
+            )
+            norm.forward = lambda x: apply(
+                x, norm.normalized_shape, 1 + norm.weight, *bias, norm.eps
+            )
         return norm
 
     return functools.wraps(original)(new)

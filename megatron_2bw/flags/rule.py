@@ -1,4 +1,5 @@
-"""A flag that a run refuses, or does without: in which scope, when, and the line that says so.
+"""A flag that a run refuses, or does without: in which scope, when, and the line that
+says so.
 
 Invariant: a rule reads the arguments and changes nothing. It needs no torch.
 """
@@ -15,7 +16,8 @@ from megatron_2bw.schedules import SCHEDULES
 
 Args = Any  # an argparse.Namespace of Megatron's
 
-_BUILT = {"apex": "amp_C"}  # Apex's CUDA extensions: the registry has another package named apex
+# Apex's CUDA extensions: the registry has another package named apex
+_BUILT = {"apex": "amp_C"}
 
 
 def installed(package: str) -> bool:
@@ -23,9 +25,11 @@ def installed(package: str) -> bool:
 
 
 def value(args: Args, flag: str) -> Any:
-    """What the arguments hold for `flag`; None if Megatron has removed it while it validated them."""
+    """What the arguments hold for `flag`; None if Megatron has removed it while it
+    validated them."""
     given = getattr(args, flag.removeprefix("--").replace("-", "_"), None)
-    return given.name if isinstance(given, enum.Enum) else given  # Megatron makes enumerations of some choices
+    # Megatron makes enumerations of some choices
+    return given.name if isinstance(given, enum.Enum) else given
 
 
 def task(args: Args) -> str | None:
@@ -34,7 +38,8 @@ def task(args: Args) -> str | None:
 
 
 def asks(args: Args, flag: str) -> bool:
-    """Whether the arguments have `flag`: "--lr" with a true value, "--optimizer adam sgd" with one of these."""
+    """Whether the arguments have `flag`: "--lr" with a true value, "--optimizer adam
+    sgd" with one of these."""
     name, *choices = flag.split()
     given = value(args, name)
     return given in choices if choices else bool(given)
@@ -44,11 +49,14 @@ def asks(args: Args, flag: str) -> bool:
 class Rule:
     """A flag, or a value of it, that a run does not accept.
 
-    flag   its name, and the values that are meant if not all of them are: "--rerun-mode validate_results report_stats"
+    flag   its name, and the values that are meant if not all of them are: "--rerun-mode
+           validate_results report_stats"
     why    the reason, and what to do instead
-    scope  "ours": with this project's schedules; "no flush": with those whose microbatches cross iterations; a
-           schedule's name; "script", "bert": with every schedule, since the entry scripts, or that of BERT, lack it
-    when   whether the arguments ask for it (default: the flag has a true value, or one of the values)
+    scope  "ours": with this project's schedules; "no flush": with those whose
+           microbatches cross iterations; a schedule's name; "script", "bert": with
+           every schedule, since the entry scripts, or that of BERT, lack it
+    when   whether the arguments ask for it (default: the flag has a true value, or one
+           of the values)
     """
 
     flag: str
@@ -62,7 +70,9 @@ class Rule:
         scopes = ["script" if task(args) else "", task(args)]
         if schedule is not None:
             scopes += ["ours", schedule.name, "" if schedule.flushes else "no flush"]
-        return self.scope in scopes and bool(self.when(args) if self.when else asks(args, self.flag))
+        return self.scope in scopes and bool(
+            self.when(args) if self.when else asks(args, self.flag)
+        )
 
     def line(self, args: Args) -> str | None:
         """The line for arguments that break the rule, or None."""
@@ -70,7 +80,11 @@ class Rule:
             return None
         name = self.flag.split()[0]
         given = value(args, name)
-        shown = f" {given}" if given and isinstance(given, (str, int, float)) and given is not True else ""
+        shown = (
+            f" {given}"
+            if given and isinstance(given, (str, int, float)) and given is not True
+            else ""
+        )
         words = {"script": "is not supported", "bert": "does not work with BERT"}
         schedule = f"does not work with --pipeline-schedule {args.pipeline_schedule}"
         return f"{name}{shown} {words.get(self.scope, schedule)}: {self.why}"

@@ -1,1 +1,2 @@
-"""megatron-2bw gpu-check: what a user runs first on a new cluster. `rows` is the list of checks, `runner` runs it."""
+"""megatron-2bw gpu-check: what a user runs first on a new cluster. `rows` is the list
+of checks, `runner` runs it."""

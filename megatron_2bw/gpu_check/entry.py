@@ -1,4 +1,5 @@
-"""A training run in this process, watched from outside: for tests, benchmarks and checks of GPUs."""
+"""A training run in this process, watched from outside: for tests, benchmarks and
+checks of GPUs."""
 
 from __future__ import annotations
 
@@ -16,9 +17,15 @@ SMALL_GPT = """
 """.split()
 
 
-def gpt_flags(layers: int, hidden: int, heads: int, sequence: int, text: str, *words: object) -> list[str]:
-    """Flags of a GPT on mock data with a fixed learning rate. `text`, and `words` such as paths, replace defaults."""
-    shape = f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length {sequence}"
+def gpt_flags(
+    layers: int, hidden: int, heads: int, sequence: int, text: str, *words: object
+) -> list[str]:
+    """Flags of a GPT on mock data with a fixed learning rate. `text`, and `words` such
+    as paths, replace defaults."""
+    shape = (
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} "
+        f"--seq-length {sequence}"
+    )
     defaults = [*SMALL_GPT, *shape.split(), "--max-position-embeddings", str(sequence)]
     return merged(defaults, [*text.split(), *map(str, words)])
 
@@ -35,8 +42,10 @@ def train(
 ) -> None:
     """Train as pretrain_`task`_2bw.py does with `argv`.
 
-    after_setup  called with the model's chunks and the optimizer, which is None with --skip-train
-    after_step   called after each iteration with its losses by name, which the last stage alone has
+    after_setup  called with the model's chunks and the optimizer, which is None with
+                 --skip-train
+    after_step   called after each iteration with its losses by name, which the last
+                 stage alone has
     """
     from megatron.training import training
 
@@ -54,6 +63,8 @@ def train(
     training.setup_model_and_optimizer = observed(
         training.setup_model_and_optimizer, lambda result: after_setup(*result[:2])
     )
-    training.train_step = observed(training.train_step, lambda result: after_step(result[0]))
+    training.train_step = observed(
+        training.train_step, lambda result: after_step(result[0])
+    )
     sys.argv = [f"pretrain_{task}_2bw.py", *argv]
     launch(f"megatron_2bw.tasks.{task}")

@@ -1,4 +1,5 @@
-"""The sizes of a run's batches (--step-batch-size-schedule), as Megatron's calculator of microbatches has them.
+"""The sizes of a run's batches (--step-batch-size-schedule), as Megatron's calculator
+of microbatches has them.
 
 Invariant: the calculator is read and never changed.
 """
@@ -16,7 +17,8 @@ class Position(NamedTuple):
     """Where the training loop is.
 
     iteration  the one that runs now
-    end        the iteration after the last planned one, or the first one whose batch has another size
+    end        the iteration after the last planned one, or the first one whose batch
+               has another size
     following  microbatches of the batch `end`
     """
 
@@ -33,21 +35,31 @@ def position(args: argparse.Namespace) -> Position:
     samples = args.consumed_train_samples
     for start, _ in getattr(calculator, "schedule", ()):  # a constant size has none
         batches = max(math.ceil((start - samples) / size), 0)
-        other = calculator._get_batch_size_for_samples(samples + batches * size)  # a batch may skip a step
+        # a batch may skip a step
+        other = calculator._get_batch_size_for_samples(samples + batches * size)
         end = args.curr_iteration + batches
         if other != size and end < args.train_iters:
             return Position(args.curr_iteration, end, microbatches * other // size)
     return Position(args.curr_iteration, args.train_iters, microbatches)
 
 
-def planned(args: argparse.Namespace, iteration: int = 0, samples: int = 0) -> tuple[int, int]:
-    """Iterations and samples of the whole run, which has consumed `samples` before `iteration`."""
+def planned(
+    args: argparse.Namespace, iteration: int = 0, samples: int = 0
+) -> tuple[int, int]:
+    """Iterations and samples of the whole run, which has consumed `samples` before
+    `iteration`."""
     if args.step_batch_size_schedule is None:
         size = calculators.get_current_running_global_batch_size()
-        iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
+        iterations = (
+            args.train_iters or (args.train_samples or 0) // args.global_batch_size
+        )
         return iterations, samples + (iterations - iteration) * size
     calculator = calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR
-    while iteration < args.train_iters if args.train_iters else samples < (args.train_samples or 0):
+    while (
+        iteration < args.train_iters
+        if args.train_iters
+        else samples < (args.train_samples or 0)
+    ):
         samples += calculator._get_batch_size_for_samples(samples)
         iteration += 1
     return iteration, samples

@@ -1,7 +1,8 @@
-"""The optimizer in host memory (--two-bw-optimizer host): main parameters, moments, and a complete batch's gradients.
+"""The optimizer in host memory (--two-bw-optimizer host): main parameters, moments, and
+a complete batch's gradients.
 
-On the device stay the weight versions and one gradient slot. Megatron's functions see host tensors only. The new
-weights are copied to the free weight store.
+On the device stay the weight versions and one gradient slot. Megatron's functions see
+host tensors only. The new weights are copied to the free weight store.
 
 Invariant: with the distributed optimizer only the pages of the own shards are written.
 """
@@ -27,35 +28,51 @@ from megatron_2bw.mcore.stage import Call
 
 
 def empty_pages(like: torch.Tensor) -> torch.Tensor:
-    """A host tensor of the shape and dtype of `like`, of zeros. A page takes memory from its first use on."""
-    memory = mmap.mmap(-1, max(like.nbytes, 1))  # shared with forks: a page-locked page must not be copied on write
-    return torch.frombuffer(memory, dtype=like.dtype, count=like.numel()).view(like.shape)
+    """A host tensor of the shape and dtype of `like`, of zeros. A page takes memory
+    from its first use on."""
+    # shared with forks: a page-locked page must not be copied on write
+    memory = mmap.mmap(-1, max(like.nbytes, 1))
+    return torch.frombuffer(memory, dtype=like.dtype, count=like.numel()).view(
+        like.shape
+    )
 
 
 def pin(tensors: Sequence[torch.Tensor]) -> None:
-    """Page-lock tensors of `empty_pages`: their copies overlap computations. (torch's pins powers of two only.)"""
+    """Page-lock tensors of `empty_pages`: their copies overlap computations. (torch's
+    pins powers of two only.)"""
     ranges: list[list[int]] = []  # of whole pages, apart
-    for tensor in sorted(tensors, key=torch.Tensor.data_ptr) if torch.cuda.is_available() else ():
+    for tensor in (
+        sorted(tensors, key=torch.Tensor.data_ptr) if torch.cuda.is_available() else ()
+    ):
         start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
         if not ranges or start > ranges[-1][1]:
             ranges.append([start, start])
-        ranges[-1][1] = max(ranges[-1][1], -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE)
+        ranges[-1][1] = max(
+            ranges[-1][1],
+            -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE,
+        )
     for start, end in ranges:
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(start, end - start, 0)))
+        torch.cuda.check_error(
+            int(torch.cuda.cudart().cudaHostRegister(start, end - start, 0))
+        )
 
 
 @around
 def make_on_host(make: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Megatron's function that makes one optimizer: main parameters, and what a checkpoint loads, in host memory."""
+    """Megatron's function that makes one optimizer: main parameters, and what a
+    checkpoint loads, in host memory."""
     with cpu.host_only(detach=True):
         optimizer = make(*args, **kwargs)
     load = optimizer.load_state_dict
 
     def load_on_host(state: Any) -> None:
         saved = state.get("optimizer", state)
-        for group in saved.get("param_groups", ()):  # Apex's and Transformer Engine's Adam counts in the group
+        # Apex's and Transformer Engine's Adam counts in the group
+        for group in saved.get("param_groups", ()):
             for number in group.get("params", ()) if "step" in group else ():
-                saved["state"].get(number, {}).setdefault("step", torch.tensor(float(group["step"]), device="cpu"))
+                saved["state"].get(number, {}).setdefault(
+                    "step", torch.tensor(float(group["step"]), device="cpu")
+                )
         with cpu.host_only():
             load(state)
 
@@ -64,12 +81,19 @@ def make_on_host(make: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def settle(parts: Sequence[Any]) -> None:
-    """When a checkpoint is loaded: step with torch's fused kernels; keep no other copy of the model's parameters."""
+    """When a checkpoint is loaded: step with torch's fused kernels; keep no other copy
+    of the model's parameters."""
     for part in parts:
         for shard in chain(*getattr(part, "shard_float16_groups", ())):
             shard.data = shard.data.new_empty(0)
-        for state in part.optimizer.state.values() if part.optimizer is not None else ():
-            state |= {key: value.cpu() for key, value in state.items() if isinstance(value, torch.Tensor)}
+        for state in (
+            part.optimizer.state.values() if part.optimizer is not None else ()
+        ):
+            state |= {
+                key: value.cpu()
+                for key, value in state.items()
+                if isinstance(value, torch.Tensor)
+            }
         for group in part.optimizer.param_groups if part.optimizer is not None else ():
             if "fused" in group:
                 group["fused"], group["foreach"] = True, False
@@ -78,21 +102,34 @@ def settle(parts: Sequence[Any]) -> None:
 class HostMemory(CompleteGradients):
     """What one stage keeps on the host, and its copies.
 
-    views   the parameters' new values, in the order of the stores; none with the distributed optimizer
+    views   the parameters' new values, in the order of the stores; none with the
+            distributed optimizer
     flats   its parameter buffers; none without it
 
     call    of Megatron's schedule function, for its model
-    mains   the fp32 parameters that are stepped themselves (see `working_copy.own_mains`)
+    mains   the fp32 parameters that are stepped themselves (see
+            `working_copy.own_mains`)
     inside  whether their values after a step are the new values
     """
 
-    def __init__(self, call: Call, stores: WeightStores, slot: Slot, mains: dict, inside: bool):
+    def __init__(
+        self, call: Call, stores: WeightStores, slot: Slot, mains: dict, inside: bool
+    ):
         super().__init__(call, slot, empty_pages)
-        self.flats = [empty_pages(data) for data in stores.buffer_data[0]] if stores.buffer_data else []
+        self.flats = (
+            [empty_pages(data) for data in stores.buffer_data[0]]
+            if stores.buffer_data
+            else []
+        )
         stepped = mains if inside else {}
         values = [] if self.flats else zip(stores.params, stores.values(stores.newest))
-        self.views = [stepped[param] if param in stepped else empty_pages(value) for param, value in values]
-        shards = [flat[part] for i, flat in enumerate(self.flats) for part in self._shards[i]]
+        self.views = [
+            stepped[param] if param in stepped else empty_pages(value)
+            for param, value in values
+        ]
+        shards = [
+            flat[part] for i, flat in enumerate(self.flats) for part in self._shards[i]
+        ]
         for tensors in (self._own, shards, self.views):
             pin(tensors)
 
@@ -103,20 +140,24 @@ class HostMemory(CompleteGradients):
         torch.cuda.current_stream().synchronize()
 
     def give(self, views: Sequence[torch.Tensor]) -> None:
-        """Copy the new values to the `views` of a weight store, without the distributed optimizer."""
+        """Copy the new values to the `views` of a weight store, without the distributed
+        optimizer."""
         for view, mine in zip(views, self.views):
             view.copy_(mine, non_blocking=True)
 
     def give_shards(self, data: Sequence[torch.Tensor]) -> None:
-        """Copy this rank's shards of the new values to a weight store, with the distributed optimizer."""
+        """Copy this rank's shards of the new values to a weight store, with the
+        distributed optimizer."""
         for index, (there, mine) in enumerate(zip(data, self.flats)):
             for part in self._shards[index]:
                 there[part].copy_(mine[part], non_blocking=True)
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Inside, Megatron's functions compute on the host, whose ranks share its cores."""
+        """Inside, Megatron's functions compute on the host, whose ranks share its
+        cores."""
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))  # of this thread
+        # of this thread
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
         with cpu.host_only():
             yield

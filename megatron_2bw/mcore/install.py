@@ -1,9 +1,12 @@
-"""Installs the schedules into Megatron's training loop. For an entry script of your own it takes three more lines:
+"""Installs the schedules into Megatron's training loop. For an entry script of your own
+it takes three more lines:
 
 from megatron_2bw.mcore import add_flags, check, install
 
-args = parse_and_validate_args(extra_args_provider=add_flags)   # 1: this project's flags
-check(args)                                                     # 2: one line and exit status 2 for what cannot run
+args = parse_and_validate_args(extra_args_provider=add_flags)   # 1: this project's
+flags
+check(args)                                                     # 2: one line and exit
+    status 2 for what cannot run
 install(args)                                                   # 3: before pretrain()
 """
 
@@ -23,14 +26,16 @@ if TYPE_CHECKING:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add this project's flags to Megatron's parser; the device is the entry script's choice."""
+    """Add this project's flags to Megatron's parser; the device is the entry script's
+    choice."""
     from megatron_2bw.flags import parse
 
     return parse.add_flags(parser, device=False)
 
 
 def check(args: argparse.Namespace) -> None:
-    """Exit with status 2 and one line if the command line asks for what the schedule cannot do.
+    """Exit with status 2 and one line if the command line asks for what the schedule
+    cannot do.
 
     Megatron's own schedule is left alone.
     """
@@ -42,19 +47,26 @@ def check(args: argparse.Namespace) -> None:
 
 
 def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | None:
-    """Rebind what `args.pipeline_schedule` needs; call it after Megatron's arguments are parsed, before its `pretrain`.
+    """Rebind what `args.pipeline_schedule` needs; call it after Megatron's arguments
+    are parsed, before its `pretrain`.
 
-    Returns the runtime, None with Megatron's own schedule. Raises DriftError, with nothing rebound, if the installed
-    Megatron is another one than this project was written for, and UserError if another run saves to the same folder.
+    Returns the runtime, None with Megatron's own schedule. Raises DriftError, with
+    nothing rebound, if the installed Megatron is another one than this project was
+    written for, and UserError if another run saves to the same folder.
 
-    hooks: also rebind how the training loop finds its schedule and makes its optimizer; a patched source checkout has
-    that in its source (native.py), and its device is its own affair
+    hooks: also rebind how the training loop finds its schedule and makes its optimizer;
+    a patched source checkout has that in its source (native.py), and its device is its
+    own affair
     """
     from megatron_2bw import guard
     from megatron_2bw.mcore import patches
 
     runtime = None if args.pipeline_schedule == "megatron" else make_runtime(args)
-    rows = [*patches.repairs(), *patches.for_checkpoints(runtime), *patches.for_log(runtime)]
+    rows = [
+        *patches.repairs(),
+        *patches.for_checkpoints(runtime),
+        *patches.for_log(runtime),
+    ]
     if hooks and cpu.installed():
         rows += patches.for_cpu()
     if runtime is not None:
@@ -70,7 +82,8 @@ def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | N
 
 
 def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
-    """The runtime of `args.pipeline_schedule`, which reads the training loop's position from `args`."""
+    """The runtime of `args.pipeline_schedule`, which reads the training loop's position
+    from `args`."""
     from megatron_2bw.flags import correction, own
     from megatron_2bw.mcore.batch_sizes import planned, position
     from megatron_2bw.mcore.late_step import Options
@@ -91,7 +104,9 @@ def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
         late_microbatches=correction.late_microbatches(args),
         gpipe_round=args.gpipe_round,
     )
-    asks = schedule.late_step and (args.exit_signal_handler or args.exit_duration_in_mins)
+    asks = schedule.late_step and (
+        args.exit_signal_handler or args.exit_duration_in_mins
+    )
     return MegatronRuntime(
         schedule,
         partial(position, args),
@@ -101,7 +116,9 @@ def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
             timed=args.timing_log_level >= 2,
             trace=args.two_bw_trace,
             wants_exit=partial(_wants_exit, args) if asks else None,
-            correction=partial(correction.correction, args) if args.two_bw_correction != "none" else None,
+            correction=partial(correction.correction, args)
+            if args.two_bw_correction != "none"
+            else None,
             evaluates=args.eval_iters != 0,
             host=args.two_bw_optimizer == "host",
         ),
@@ -109,7 +126,8 @@ def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
 
 
 def _wants_exit(args: argparse.Namespace) -> bool:
-    """Whether --exit-signal-handler or --exit-duration-in-mins ends the run, as far as this rank knows."""
+    """Whether --exit-signal-handler or --exit-duration-in-mins ends the run, as far as
+    this rank knows."""
     from megatron.training import get_signal_handler, training
 
     if args.exit_signal_handler and get_signal_handler()._signal_received:

@@ -1,16 +1,21 @@
-"""The late step (docs/design.md, rule 5): Megatron's own optimizer step, overlapping the next batch.
+"""The late step (docs/design.md, rule 5): Megatron's own optimizer step, overlapping
+the next batch.
 
-Between a batch's REDUCE and its STEP, a thread of the stage finishes the data-parallel reduction, sums the tied
-embeddings (and layer norms under sequence parallelism), divides by the token count, unscales, takes the norm over all
-ranks, clips, steps and gathers. All of that is Megatron's code, called as it is. This thread waits for other stages;
-the training thread continues with the next batch. At STEP everything has arrived, because stage 0, the last to finish a
-batch, needs its step first.
+Between a batch's REDUCE and its STEP, a thread of the stage finishes the data-parallel
+reduction, sums the tied embeddings (and layer norms under sequence parallelism),
+divides by the token count, unscales, takes the norm over all ranks, clips, steps and
+gathers. All of that is Megatron's code, called as it is. This thread waits for other
+stages; the training thread continues with the next batch. At STEP everything has
+arrived, because stage 0, the last to finish a batch, needs its step first.
 
 Invariants:
-- what the thread writes (a free weight store, a full gradient slot, main parameters and optimizer state) the training
-  thread does not touch between `reduce` and `wait_step`, and the other way round;
-- its collectives have process groups of their own, and a batch's are complete before the next batch's begin;
-- the result of a batch depends on no timing: loss scale and learning rate are chosen by the batch's number.
+- what the thread writes (a free weight store, a full gradient slot, main parameters and
+  optimizer state) the training thread does not touch between `reduce` and `wait_step`,
+  and the other way round;
+- its collectives have process groups of their own, and a batch's are complete before
+  the next batch's begin;
+- the result of a batch depends on no timing: loss scale and learning rate are chosen by
+  the batch's number.
 """
 
 from __future__ import annotations
@@ -50,7 +55,8 @@ from megatron_2bw.mcore.stage_times import StageStats
 from megatron_2bw.mcore.working_copy import WorkingCopy, own_mains
 from megatron_2bw.schedules import Action, Schedule, Shape
 
-# Seconds that the step's thread may hold Python's lock while the training thread wants to launch its next kernel.
+# Seconds that the step's thread may hold Python's lock while the training thread wants
+# to launch its next kernel.
 SWITCH_INTERVAL = 5e-4
 
 
@@ -60,10 +66,12 @@ class Options:
 
     transport   see `p2p.connect`
     timeout     likewise
-    timed       whether Megatron's timers synchronise with the GPU inside forwards and backwards
+    timed       whether Megatron's timers synchronise with the GPU inside forwards and
+                backwards
     trace       the folder of --two-bw-trace
-    wants_exit  whether this rank wants the run to end (a signal, its duration), asked at each REDUCE; the result
-                reports whether any rank of the world said yes
+    wants_exit  whether this rank wants the run to end (a signal, its duration), asked
+                at each REDUCE; the result reports whether any rank of the world said
+                yes
     correction  of --two-bw-correction, by the microbatches of a batch; None without it
     evaluates   whether there may be evaluations
     host        whether the optimizer is in host memory
@@ -84,7 +92,8 @@ class StepResult:
     """One batch's step, the same on all ranks of a pipeline."""
 
     batch: int
-    stepped: bool  # False: an inf or nan was found, or the norm was above --grad-norm-skip-threshold
+    # False: an inf or nan was found, or the norm was above --grad-norm-skip-threshold
+    stepped: bool
     grad_norm: float | None
     zeros: int | None  # zeros in the gradients, with --log-num-zeros-in-grad
     loss_scale: float  # after the step
@@ -101,10 +110,12 @@ class Job:
 
     target      the weight store that it writes
     scale       of the batch's losses
-    tokens      unmasked tokens of the batch on this stage, an int tensor of one element, with per-token loss
+    tokens      unmasked tokens of the batch on this stage, an int tensor of one
+                element, with per-token loss
     stats       called in the step's thread
     routers     of a mixture of experts; and the losses of --mtp-num-layers
-    correction  of the working copy of W(batch + 1); None if batches without delay read W(batch + 1)
+    correction  of the working copy of W(batch + 1); None if batches without delay read
+                W(batch + 1)
     """
 
     batch: int
@@ -125,9 +136,10 @@ class LateStep(LateUpdate):
     shape       of the pipeline and the run
     stores      the weight versions; the newest must be the ones to start with
     call        of Megatron's schedule function, for its model and process groups
-    optimizer   Megatron's optimizer; its `zero_grad` and `get_loss_scale` are answered from here from now on, its
-                `step` and `scale_loss` by the runtime
-    scheduler   Megatron's OptimizerParamScheduler; stepped here from now on, after each batch that was not skipped
+    optimizer   Megatron's optimizer; its `zero_grad` and `get_loss_scale` are answered
+                from here from now on, its `step` and `scale_loss` by the runtime
+    scheduler   Megatron's OptimizerParamScheduler; stepped here from now on, after each
+                batch that was not skipped
     options     of the runtime: timeout, correction, wants_exit
     resume      what the run resumes from
     """
@@ -143,70 +155,107 @@ class LateStep(LateUpdate):
         options: Options,
         resume: RunState,
         *,
-        end_batch: Callable[[int], tuple[torch.Tensor | None, Callable[[], StageStats], Correction | None]],
+        end_batch: Callable[
+            [int],
+            tuple[torch.Tensor | None, Callable[[], StageStats], Correction | None],
+        ],
         complete: Callable[[StepResult], object],
         save_pending: Callable[[], bool | None] | None = None,
     ):
         """Every rank must make one at the same time, for its process groups.
 
-        end_batch     called at each REDUCE; returns the last three fields of the batch's Job
+        end_batch     called at each REDUCE; returns the last three fields of the
+                      batch's Job
         complete      called in the training thread with each result
-        save_pending  whether this rank has written its part of the checkpoint; None, on all ranks, if none is saved
+        save_pending  whether this rank has written its part of the checkpoint; None, on
+                      all ranks, if none is saved
         """
         device = next(call.model.parameters()).device
         parts = list(getattr(optimizer, "chained_optimizers", [optimizer]))
-        super().__init__(stores, Worker("2bw step", device, cpu.answering), step=lambda gradients, target: False)
+        super().__init__(
+            stores,
+            Worker("2bw step", device, cpu.answering),
+            step=lambda gradients, target: False,
+        )
         self._optimizer, self._parts = optimizer, parts
         self.use_shape(shape, call)
         host, experts = options.host, call.config.num_moe_experts is not None
         expert_group = call.model.expt_dp_group if experts else None
-        self._groups = Groups(call.groups, device, options.timeout, parts, host, expert_group)
+        self._groups = Groups(
+            call.groups, device, options.timeout, parts, host, expert_group
+        )
         counts = experts or call.config.mtp_num_layers
-        self.routers = Routers(call.model, call.config, shape.first, resume.shadow) if counts else None
+        self.routers = (
+            Routers(call.model, call.config, shape.first, resume.shadow)
+            if counts
+            else None
+        )
         shard = schedule.gradient_slots == "shard"
         slots = 2 if shard else schedule.gradient_slots
-        self._slots = GradientSlots(call.model, slots, self._groups.data, shape.first, shared=host or shard)
+        self._slots = GradientSlots(
+            call.model, slots, self._groups.data, shape.first, shared=host or shard
+        )
         correction = options.correction
-        mains = own_mains(stores, empty_pages if host else torch.empty_like) if host or correction is not None else {}
+        mains = (
+            own_mains(stores, empty_pages if host else torch.empty_like)
+            if host or correction is not None
+            else {}
+        )
         if host:
             settle(parts)
-        self._proxies = Proxies(call.model, parts, stores, self._groups.data, mains, host)
+        self._proxies = Proxies(
+            call.model, parts, stores, self._groups.data, mains, host
+        )
         slot = self._slots.gradients_of(shape.first)
-        self.host = HostMemory(call, stores, slot, mains, correction is None) if host else None
-        self.complete = CompleteGradients(call, slot, torch.zeros_like) if shard else self.host
+        self.host = (
+            HostMemory(call, stores, slot, mains, correction is None) if host else None
+        )
+        self.complete = (
+            CompleteGradients(call, slot, torch.zeros_like) if shard else self.host
+        )
         self._proxies.host = self.host
         self.working: WorkingCopy | None = None
         if correction is not None:
             saved = resume.working if schedule.reads_late(shape.first) else {}
             takes_gradients = correction(shape.microbatches).gradient != 0
-            self.working = WorkingCopy(parts, stores, self._slots, self._proxies, takes_gradients, saved)
+            self.working = WorkingCopy(
+                parts, stores, self._slots, self._proxies, takes_gradients, saved
+            )
         self.scales = LossScales(parts, shape.first, resume.loss_scale)
         self._end_batch, self._report = end_batch, complete
         self._wants_exit, self._save_pending = options.wants_exit, save_pending
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
         self.stream = own_stream(device)  # on the CPU a stand-in
-        self.has_stepped = False  # a step was not skipped, so that all its kernels have run once
-        # Its first step is compiled, and compiling resets the random generators to their states before it, whatever
-        # the training thread has drawn meanwhile.
+        # a step was not skipped, so that all its kernels have run once
+        self.has_stepped = False
+        # Its first step is compiled, and compiling resets the random generators to
+        # their states before it, whatever the training thread has drawn meanwhile.
         self.compiles = any(is_emerging(part.optimizer) for part in parts)
-        self._precision = thread_local_matmul_precision if self.compiles else contextlib.nullcontext
+        self._precision = (
+            thread_local_matmul_precision if self.compiles else contextlib.nullcontext
+        )
         self._attach(optimizer, scheduler)
 
     def _attach(self, optimizer: Any, scheduler: Any) -> None:
         self._megatron = SimpleNamespace(
-            step=type(optimizer).step.__get__(optimizer), zero_grad=optimizer.zero_grad, schedule=scheduler.step
+            step=type(optimizer).step.__get__(optimizer),
+            zero_grad=optimizer.zero_grad,
+            schedule=scheduler.step,
         )
         for part in self._parts:
             part.grad_stats_parallel_group = self._groups.twin_of(
                 part.get_grad_stats_parallel_group() or torch.distributed.group.WORLD
             )
         for part in {id(part): part for part in (*self._parts, optimizer)}.values():
-            part.config.timers = None  # they wait for the whole GPU; the trace shows more
+            # they wait for the whole GPU; the trace shows more
+            part.config.timers = None
             if hasattr(part, "start_param_sync_for_bucket_group_subset"):
                 part.start_param_sync_for_bucket_group_subset = self._proxies.gather
         # When the training step calls these, another batch's gradients are under way.
         optimizer.zero_grad = lambda set_to_none=True: None
-        optimizer.get_loss_scale = lambda: torch.tensor([self.scales.logged], device="cpu")
+        optimizer.get_loss_scale = lambda: torch.tensor(
+            [self.scales.logged], device="cpu"
+        )
         scheduler.step = lambda increment: None
 
     # The training thread calls the following.
@@ -214,7 +263,11 @@ class LateStep(LateUpdate):
     def use_shape(self, shape: Shape, call: Call) -> None:
         """From batch `shape.first` on; no step may be pending."""
         self._shape = shape
-        self._increment = shape.microbatches * call.micro_batch_size * mpu.get_data_parallel_world_size()
+        self._increment = (
+            shape.microbatches
+            * call.micro_batch_size
+            * mpu.get_data_parallel_world_size()
+        )
 
     def bind(self, action: Action) -> None:
         """Weights and gradient slot of a microbatch."""
@@ -247,7 +300,10 @@ class LateStep(LateUpdate):
             self.complete.hand_over()
         wants_exit = self._wants_exit is not None and self._wants_exit()
         routers = None if self.routers is None else self.routers.end_batch(batch)
-        return partial(self.run_job, Job(batch, target, slot, self.scales.current, wants_exit, routers, *end))
+        return partial(
+            self.run_job,
+            Job(batch, target, slot, self.scales.current, wants_exit, routers, *end),
+        )
 
     def _complete(self, result: tuple[Job, StepResult, torch.Tensor]) -> bool:
         job, outcome, scale = result
@@ -271,24 +327,38 @@ class LateStep(LateUpdate):
             proxies.use_gradients(self.complete or job.slot)
             if self.routers is not None and job.routers is not None:
                 proxies.model.routers = job.routers.modules
-                self.routers.reduce_losses(job.routers, self._groups.megatron, self._groups.twin_of)
+                self.routers.reduce_losses(
+                    job.routers, self._groups.megatron, self._groups.twin_of
+                )
             if self.complete is None:
                 job.slot.finish_grad_sync()
             else:
                 self.complete.take(job.slot)
             if host is not None:
                 on_host.enter_context(host.inside())
-            if proxies.model.share_embeddings_and_output_weights or proxies.model.config.mtp_num_layers:
+            if (
+                proxies.model.share_embeddings_and_output_weights
+                or proxies.model.config.mtp_num_layers
+            ):
                 self._groups.align_embedding_ranks()
             proxies.model.config.finalize_model_grads_func(
                 [proxies.model],
-                job.tokens if host is None or job.tokens is None else job.tokens.to("cpu"),
+                job.tokens
+                if host is None or job.tokens is None
+                else job.tokens.to("cpu"),
                 pg_collection=self._groups.megatron,
             )
             stats = job.stats()
-            stages = self._groups.gather_over_pipeline([stats.waited, stats.elapsed, stats.memory])
-            exit_requested, save_complete = self._ask_all(job.wants_exit)  # before the step: it waits for no rank then
-            with proxies.in_optimizer(job.target), self.scales.unscaling_by(job.scale), self._precision():
+            stages = self._groups.gather_over_pipeline(
+                [stats.waited, stats.elapsed, stats.memory]
+            )
+            # before the step: it waits for no rank then
+            exit_requested, save_complete = self._ask_all(job.wants_exit)
+            with (
+                proxies.in_optimizer(job.target),
+                self.scales.unscaling_by(job.scale),
+                self._precision(),
+            ):
                 stepped, grad_norm, zeros = self._megatron_step(job, views)
                 self._megatron.zero_grad()
             if host is not None:
@@ -297,21 +367,30 @@ class LateStep(LateUpdate):
                 self._megatron.schedule(increment=self._increment)
             scale = self.scales.now()
             norm = None if grad_norm is None else float(grad_norm)
-            after = float(scale), get_canonical_lr_for_logging(self._optimizer.param_groups)
+            after = (
+                float(scale),
+                get_canonical_lr_for_logging(self._optimizer.param_groups),
+            )
             reports = tuple(StageStats(*stage) for stage in stages)
             known = *after, reports, exit_requested, save_complete, job.routers
             return job, StepResult(job.batch, bool(stepped), norm, zeros, *known), scale
 
-    def _megatron_step(self, job: Job, views: list[torch.Tensor]) -> tuple[bool, Any, Any]:
-        """Megatron's step, into the job's weight store, whose parameters are `views`."""
+    def _megatron_step(
+        self, job: Job, views: list[torch.Tensor]
+    ) -> tuple[bool, Any, Any]:
+        """Megatron's step, into the job's weight store, whose parameters are
+        `views`."""
         if self.working is not None:
-            return self.working.step(self._megatron.step, views, job.correction or Correction())
+            return self.working.step(
+                self._megatron.step, views, job.correction or Correction()
+            )
         if self.host is None:
             self.stores.prepare(job.target)
         return self._megatron.step()
 
     def _ask_all(self, wants_exit: bool) -> tuple[bool, bool]:
-        """Whether any rank of the world wants to exit, and whether all have written their parts of a checkpoint.
+        """Whether any rank of the world wants to exit, and whether all have written
+        their parts of a checkpoint.
 
         No traffic if no rank can answer.
         """

@@ -1,4 +1,5 @@
-"""One loss scale per batch: a batch's gradients are unscaled with the scale of its losses (docs/design.md, rule 7)."""
+"""One loss scale per batch: a batch's gradients are unscaled with the scale of its
+losses (docs/design.md, rule 7)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import torch
 class LossScales:
     """The loss scales by the weight version on which a batch runs.
 
-    A batch is scaled as the step left it that made its weights: the newest that is surely complete on every stage.
+    A batch is scaled as the step left it that made its weights: the newest that is
+    surely complete on every stage.
 
     parts  Megatron's optimizers of the stage
     first  the first batch
@@ -21,9 +23,12 @@ class LossScales:
 
     def __init__(self, parts: Sequence[Any], first: int, saved: float | None = None):
         self._parts = parts
-        # Each scaler's first scale is memory of the training stream. The step's thread replaces it, right after it has
-        # launched the kernel that reads it: the training thread must not get its memory.
-        self._first = [getattr(getattr(part, "grad_scaler", None), "scale", None) for part in parts]
+        # Each scaler's first scale is memory of the training stream. The step's thread
+        # replaces it, right after it has launched the kernel that reads it: the
+        # training thread must not get its memory.
+        self._first = [
+            getattr(getattr(part, "grad_scaler", None), "scale", None) for part in parts
+        ]
         scale = self.now()
         shadow = scale if saved is None else torch.full_like(scale, saved)
         self._by_version = {first - 1: shadow, first: scale}
@@ -37,15 +42,22 @@ class LossScales:
 
     def begin_batch(self, version: int) -> None:
         """Before the first backward of a batch that runs on W(version)."""
-        self._by_version = {other: scale for other, scale in self._by_version.items() if other >= version}
+        self._by_version = {
+            other: scale
+            for other, scale in self._by_version.items()
+            if other >= version
+        }
         self.current = self._by_version[version]
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """A loss of the batch that `begin_batch` was last called for, times its scale."""
-        return self.current.to(loss.device, non_blocking=True) * loss  # a host's optimizer keeps it on the host
+        """A loss of the batch that `begin_batch` was last called for, times its
+        scale."""
+        # a host's optimizer keeps it on the host
+        return self.current.to(loss.device, non_blocking=True) * loss
 
     def of(self, version: int) -> float:
-        """The loss scale of a batch that runs on W(version), the newest or the one before. No step may be pending."""
+        """The loss scale of a batch that runs on W(version), the newest or the one
+        before. No step may be pending."""
         return float(self._by_version[version])
 
     def complete(self, version: int, scale: torch.Tensor, logged: float) -> None:
@@ -54,7 +66,8 @@ class LossScales:
 
     @contextlib.contextmanager
     def unscaling_by(self, scale: torch.Tensor) -> Iterator[None]:
-        """Inside, Megatron's optimizers unscale by `scale`, whatever their scaler's present one is."""
+        """Inside, Megatron's optimizers unscale by `scale`, whatever their scaler's
+        present one is."""
         scalers = [getattr(part, "grad_scaler", None) for part in self._parts]
         for part, scaler in zip(self._parts, scalers):
             if scaler is not None:
@@ -68,7 +81,8 @@ class LossScales:
 
 
 class _BatchScaler:
-    """A gradient scaler of Megatron that unscales by one batch's scale; `update` is the scaler's own."""
+    """A gradient scaler of Megatron that unscales by one batch's scale; `update` is the
+    scaler's own."""
 
     def __init__(self, scaler: Any, scale: torch.Tensor):
         self.scale, self.update = scale, scaler.update

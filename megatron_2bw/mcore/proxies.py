@@ -1,6 +1,8 @@
-"""What Megatron's optimizer and finalize function see in the step's thread instead of the parameters of the stage.
+"""What Megatron's optimizer and finalize function see in the step's thread instead of
+the parameters of the stage.
 
-The parameters' own pointers are the training thread's. Invariant: outside of the contexts here nothing has changed.
+The parameters' own pointers are the training thread's. Invariant: outside of the
+contexts here nothing has changed.
 """
 
 from __future__ import annotations
@@ -25,16 +27,20 @@ if TYPE_CHECKING:
 
 
 class Proxies:
-    """Lets Megatron step a weight store other than the one to which the parameters are bound.
+    """Lets Megatron step a weight store other than the one to which the parameters are
+    bound.
 
-    A proxy's data lies in the store that is written, its main_grad is the gradient of the complete batch.
+    A proxy's data lies in the store that is written, its main_grad is the gradient of
+    the complete batch.
 
     of      the proxy of each parameter
     ddp     the model chunk in Megatron's DistributedDataParallel
     parts   Megatron's optimizers of the stage
     groups  the process groups over which the distributed optimizer gathers its shards
-    mains   tensors that the optimizer steps instead of the store, by parameter (see `working_copy.own_mains`)
-    host    whether Megatron steps host tensors; then `self.host` is given before the first step
+    mains   tensors that the optimizer steps instead of the store, by parameter (see
+            `working_copy.own_mains`)
+    host    whether Megatron steps host tensors; then `self.host` is given before the
+            first step
     """
 
     host: HostMemory | None = None
@@ -51,7 +57,11 @@ class Proxies:
         self._parts, self._stores, self.mains = parts, stores, mains or {}
         for part in parts:
             detach_shards(part, host)
-        self._ddp, self._buffers, self._groups = ddp, all_buffers(ddp), use_groups(ddp, groups)
+        self._ddp, self._buffers, self._groups = (
+            ddp,
+            all_buffers(ddp),
+            use_groups(ddp, groups),
+        )
         self._target, self._flat = 0, False
         self.of = {param: proxy_of(param) for param in stores.params}
         self._places = [
@@ -64,7 +74,8 @@ class Proxies:
         self.model = ProxyModel(ddp, self.of)
 
     def point_to(self, views: Sequence[torch.Tensor]) -> None:
-        """Let the proxies be the parameters in a weight store, or their main parameters where there are some."""
+        """Let the proxies be the parameters in a weight store, or their main parameters
+        where there are some."""
         for param, view in zip(self._stores.params, views):
             self.of[param].data = self.mains.get(param, view)
 
@@ -77,8 +88,11 @@ class Proxies:
 
     @contextlib.contextmanager
     def in_optimizer(self, target: int) -> Iterator[None]:
-        """Inside, Megatron's optimizers hold the proxies, and write to the weight store `target`."""
-        states = [part.optimizer.state for part in self._parts if part.optimizer is not None]
+        """Inside, Megatron's optimizers hold the proxies, and write to the weight store
+        `target`."""
+        states = [
+            part.optimizer.state for part in self._parts if part.optimizer is not None
+        ]
         originals = [places[index] for places, index in self._places]
         with contextlib.ExitStack() as undo:
             for part in self._parts:
@@ -86,7 +100,9 @@ class Proxies:
                     undo.enter_context(shards_of_proxies(part, self.of, self._flat))
             self._target = target
             if self._stores.buffer_data:
-                self._write_shards_to(self.host.flats if self.host else self._stores.buffer_data[target])
+                self._write_shards_to(
+                    self.host.flats if self.host else self._stores.buffer_data[target]
+                )
             for (places, index), param in zip(self._places, originals):
                 places[index] = self.of[param]
             rename_keys(states, self.of)
@@ -98,7 +114,8 @@ class Proxies:
                     places[index] = param
 
     def gather(self) -> None:
-        """With the distributed optimizer: all-gather the shards of this rank and the others, into the weight store."""
+        """With the distributed optimizer: all-gather the shards of this rank and the
+        others, into the weight store."""
         data = self._stores.buffer_data[self._target]
         if self.host is not None:
             self.host.give_shards(data)
@@ -109,23 +126,34 @@ class Proxies:
             self._write_shards_to(self.host.flats)
 
     def _write_shards_to(self, data: list[torch.Tensor]) -> None:
-        """Let the distributed optimizer write its shards to `data`, one flat tensor a buffer."""
+        """Let the distributed optimizer write its shards to `data`, one flat tensor a
+        buffer."""
         for buffer, flat in zip(self._buffers, data):
             for bucket in buffer.buckets:
-                bucket.param_data = flat[bucket.offset : bucket.offset + bucket.param_data.numel()]
+                bucket.param_data = flat[
+                    bucket.offset : bucket.offset + bucket.param_data.numel()
+                ]
         for bucket_group in self._groups:
-            bucket_group.cached_param_buffer_shard_list = [None] * len(bucket_group.buckets)
+            bucket_group.cached_param_buffer_shard_list = [None] * len(
+                bucket_group.buckets
+            )
 
 
 @contextlib.contextmanager
 def thread_local_matmul_precision() -> Iterator[None]:
-    """Inside, torch's precision of fp32 products belongs to this thread: other threads neither see nor change it.
+    """Inside, torch's precision of fp32 products belongs to this thread: other threads
+    neither see nor change it.
 
-    Muon and SOAP lower it around their products, for the whole process: those of the next batch would be rounded as
-    the threads' timing has it. Muon's "medium" only asks its own code to compute in bf16, and still does. What torch
-    itself would do at a lower precision (TF32 on a GPU) it does not do here.
+    Muon and SOAP lower it around their products, for the whole process: those of the
+    next batch would be rounded as the threads' timing has it. Muon's "medium" only asks
+    its own code to compute in bf16, and still does. What torch itself would do at a
+    lower precision (TF32 on a GPU) it does not do here.
     """
-    owner, get, put = threading.get_ident(), torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+    owner, get, put = (
+        threading.get_ident(),
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    )
     own = get()
 
     def get_own() -> str:
@@ -138,15 +166,22 @@ def thread_local_matmul_precision() -> Iterator[None]:
         else:
             put(precision)
 
-    torch.get_float32_matmul_precision, torch.set_float32_matmul_precision = get_own, put_own
+    torch.get_float32_matmul_precision, torch.set_float32_matmul_precision = (
+        get_own,
+        put_own,
+    )
     try:
         yield
     finally:
-        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision = get, put
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision = (
+            get,
+            put,
+        )
 
 
 class ProxyModel:
-    """The attributes of a model chunk that Megatron's finalize function reads, with proxies for the parameters."""
+    """The attributes of a model chunk that Megatron's finalize function reads, with
+    proxies for the parameters."""
 
     pre_process = True  # by this attribute Megatron finds the innermost model
     routers: Sequence[Any] = ()  # of the batch
@@ -156,7 +191,9 @@ class ProxyModel:
         self.config = copy.copy(get_model_config(ddp))
         self.config.timers = None
         self._inner, self._proxies = unwrap_model(ddp), proxies
-        self.share_embeddings_and_output_weights = getattr(self._inner, "share_embeddings_and_output_weights", False)
+        self.share_embeddings_and_output_weights = getattr(
+            self._inner, "share_embeddings_and_output_weights", False
+        )
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """The slot's own `finish_grad_sync` has run already."""
@@ -182,7 +219,8 @@ class ProxyModel:
 
 
 def proxy_of(param: torch.nn.Parameter) -> torch.Tensor:
-    """A tensor with the parameter's attributes, which Megatron reads (tensor_model_parallel, shared, ...)."""
+    """A tensor with the parameter's attributes, which Megatron reads
+    (tensor_model_parallel, shared, ...)."""
     proxy = torch.empty(0, dtype=param.dtype, device=param.device)
     proxy.__dict__.update(param.__dict__)
     proxy.requires_grad_()
@@ -191,7 +229,12 @@ def proxy_of(param: torch.nn.Parameter) -> torch.Tensor:
 
 def lists_of_parameters(part: Any) -> Iterator[list]:
     """The lists in which one of Megatron's optimizers holds model parameters."""
-    for name in ("float16_groups", "fp32_from_fp32_groups", "model_float16_groups", "model_fp32_groups"):
+    for name in (
+        "float16_groups",
+        "fp32_from_fp32_groups",
+        "model_float16_groups",
+        "model_fp32_groups",
+    ):
         yield from getattr(part, name, ())
     if part.optimizer is not None:
         for group in part.optimizer.param_groups:
@@ -199,15 +242,19 @@ def lists_of_parameters(part: Any) -> Iterator[list]:
 
 
 def rename_keys(states: list[dict], names: Mapping[Any, torch.Tensor]) -> None:
-    """Move optimizer state to other keys; an optimizer finds it by the parameter object."""
+    """Move optimizer state to other keys; an optimizer finds it by the parameter
+    object."""
     for state in states:
         for key in [key for key in state if key in names]:
             state[names[key]] = state.pop(key)
 
 
 @contextlib.contextmanager
-def shards_of_proxies(part: Any, proxies: dict[torch.nn.Parameter, torch.Tensor], flat: bool) -> Iterator[None]:
-    """Let a DistributedOptimizer find the shard of a proxy where that of its parameter is.
+def shards_of_proxies(
+    part: Any, proxies: dict[torch.nn.Parameter, torch.Tensor], flat: bool
+) -> Iterator[None]:
+    """Let a DistributedOptimizer find the shard of a proxy where that of its parameter
+    is.
 
     flat: the gradients are shards themselves.
     """
@@ -215,7 +262,11 @@ def shards_of_proxies(part: Any, proxies: dict[torch.nn.Parameter, torch.Tensor]
     original, ranges = part.model_param_gbuf_map, part._get_model_param_range_map
     part.model_param_gbuf_map = {
         **original,
-        **{proxy: original[param] for proxy, param in owners.items() if param in original},
+        **{
+            proxy: original[param]
+            for proxy, param in owners.items()
+            if param in original
+        },
     }
 
     def of_the_owner(param: torch.Tensor) -> dict:
@@ -235,18 +286,26 @@ def shards_of_proxies(part: Any, proxies: dict[torch.nn.Parameter, torch.Tensor]
 
 
 def detach_shards(part: Any, host: bool) -> None:
-    """Give the fp32 shards of a DistributedOptimizer memory of their own, which may be that of the host.
+    """Give the fp32 shards of a DistributedOptimizer memory of their own, which may be
+    that of the host.
 
-    Megatron steps those of fp32 parameters inside the parameters' buffer, which is a weight version here.
+    Megatron steps those of fp32 parameters inside the parameters' buffer, which is a
+    weight version here.
     """
     shards = {
-        shard: torch.nn.Parameter(shard.detach().to("cpu" if host else shard.device, copy=True), requires_grad=False)
+        shard: torch.nn.Parameter(
+            shard.detach().to("cpu" if host else shard.device, copy=True),
+            requires_grad=False,
+        )
         for group in getattr(part, "shard_fp32_groups", ())
         for shard in group
     }
     for shard, own in shards.items():
         own.__dict__.update(shard.__dict__)
-    for places in (*getattr(part, "shard_fp32_groups", ()), *(g["params"] for g in part.param_groups)):
+    for places in (
+        *getattr(part, "shard_fp32_groups", ()),
+        *(g["params"] for g in part.param_groups),
+    ):
         places[:] = [shards.get(tensor, tensor) for tensor in places]
     if shards:
         rename_keys([part.optimizer.state], shards)

@@ -1,4 +1,5 @@
-"""How long a stage waited and computed: from the recorder's marks to the numbers of a log line and the trace's file."""
+"""How long a stage waited and computed: from the recorder's marks to the numbers of a
+log line and the trace's file."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class StageTimes(NamedTuple):
 
     waited   for messages, before the end of a batch's last backward
     elapsed  until then, waiting included
-    tail     from there until all stages have synchronised: its update, and waiting for stages that still compute
+    tail     from there until all stages have synchronised: its update, and waiting for
+             stages that still compute
     """
 
     waited: float = 0.0
@@ -42,29 +44,39 @@ class StageTimes(NamedTuple):
 def stage_stats(stages: Sequence[tuple[StageTimes, float]]) -> tuple[StageStats, ...]:
     """From the times of each stage, and its peak memory in bytes.
 
-    The last stage to finish its backwards (the first of the pipeline) synchronises without waiting, so the extra time
-    of another stage's tail is waiting. No clock of one host is compared with another's.
+    The last stage to finish its backwards (the first of the pipeline) synchronises
+    without waiting, so the extra time of another stage's tail is waiting. No clock of
+    one host is compared with another's.
     """
     least = min(times.tail for times, _ in stages)
     return tuple(
-        StageStats(times.waited + times.tail - least, times.elapsed + times.tail, memory) for times, memory in stages
+        StageStats(
+            times.waited + times.tail - least, times.elapsed + times.tail, memory
+        )
+        for times, memory in stages
     )
 
 
 class StageClock:
-    """Turns a stage's marks into its stats, and into the records of --two-bw-trace if there is a `writer`."""
+    """Turns a stage's marks into its stats, and into the records of --two-bw-trace if
+    there is a `writer`."""
 
     def __init__(self, recorder: Recorder, writer: TraceWriter | None):
         self.recorder, self._writer = recorder, writer
 
-    def stats_later(self, defer: Callable[[Callable[[], None]], object]) -> Callable[[], StageStats]:
-        """What happened since the last call, as a function for the late step's thread, which may wait for the GPU.
+    def stats_later(
+        self, defer: Callable[[Callable[[], None]], object]
+    ) -> Callable[[], StageStats]:
+        """What happened since the last call, as a function for the late step's thread,
+        which may wait for the GPU.
 
         defer: runs a job in that thread after the step
         """
         return partial(self._stats, self.recorder.cut(), defer)
 
-    def _stats(self, marks: Marks, defer: Callable[[Callable[[], None]], object]) -> StageStats:
+    def _stats(
+        self, marks: Marks, defer: Callable[[Callable[[], None]], object]
+    ) -> StageStats:
         records = self.recorder.resolve(marks)
         if self._writer is not None:
             defer(partial(self._writer.write, records))
@@ -72,7 +84,8 @@ class StageClock:
         return StageStats(*_spent(records), torch.cuda.max_memory_allocated())
 
     def times(self) -> StageTimes:
-        """As `stats_later`, where no step is late: at the end of a batch, when all stages have synchronised.
+        """As `stats_later`, where no step is late: at the end of a batch, when all
+        stages have synchronised.
 
         Megatron's loop has waited for the GPU by then, so this need not wait.
         """
@@ -83,7 +96,9 @@ class StageClock:
         *records, end = self.recorder.resolve([*marks, (marks[-1][0], now, now, now)])
         if self._writer is not None:
             self._writer.write(records)
-        last = max(index for index, record in enumerate(records) if record.action.kind == B)
+        last = max(
+            index for index, record in enumerate(records) if record.action.kind == B
+        )
         return StageTimes(*_spent(records[: last + 1]), end.end - records[last].end)
 
     def write_rest(self) -> None:
@@ -93,25 +108,36 @@ class StageClock:
 
 
 class Meeting:
-    """Exchanges the stats of stages that have synchronised, over gloo: no kernel waits on the GPU for another stage.
+    """Exchanges the stats of stages that have synchronised, over gloo: no kernel waits
+    on the GPU for another stage.
 
     times  of this stage since the last call; ranks: the pipeline's, first stage to last
     """
 
-    def __init__(self, times: Callable[[], StageTimes], ranks: Sequence[int], timeout: timedelta | None = None):
+    def __init__(
+        self,
+        times: Callable[[], StageTimes],
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+    ):
         self._times, self._group = times, new_group(ranks, "reports", "gloo", timeout)
         self._own: list[StageTimes] = []  # since the last exchange
 
     def stats(self, exchange: bool) -> tuple[StageStats, ...]:
-        """After each batch. With `exchange` the stats of all stages since the last one, else nothing."""
+        """After each batch. With `exchange` the stats of all stages since the last one,
+        else nothing."""
         self._own.append(self._times())
         if not exchange:
             return ()
-        rows = gather([*map(sum, zip(*self._own)), torch.cuda.max_memory_allocated()], self._group)
+        rows = gather(
+            [*map(sum, zip(*self._own)), torch.cuda.max_memory_allocated()], self._group
+        )
         self._own.clear()
         return stage_stats([(StageTimes(*times), memory) for *times, memory in rows])
 
 
 def _spent(records: Sequence[Record]) -> tuple[float, float]:
     """Seconds waited, and in all."""
-    return sum(each.start - each.asked for each in records), sum(each.end - each.asked for each in records)
+    return sum(each.start - each.asked for each in records), sum(
+        each.end - each.asked for each in records
+    )

@@ -1,1 +1,2 @@
-"""Descriptions of a model, a cluster, a profile and a plan: the ground floor, which other rooms import."""
+"""Descriptions of a model, a cluster, a profile and a plan: the ground floor, which
+other rooms import."""

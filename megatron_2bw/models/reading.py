@@ -1,4 +1,5 @@
-"""The typed reading of the files that describe a model, a cluster or a profile: a mapping becomes a dataclass."""
+"""The typed reading of the files that describe a model, a cluster or a profile: a
+mapping becomes a dataclass."""
 
 from __future__ import annotations
 
@@ -15,13 +16,19 @@ Share = Annotated[float, Ge(0), Le(1)]
 
 
 class Described:
-    """A dataclass of which files have all entries by name. A name may be written as a number."""
+    """A dataclass of which files have all entries by name. A name may be written as a
+    number."""
 
-    __pydantic_config__: ClassVar = {"extra": "forbid", "allow_inf_nan": False, "coerce_numbers_to_str": True}
+    __pydantic_config__: ClassVar = {
+        "extra": "forbid",
+        "allow_inf_nan": False,
+        "coerce_numbers_to_str": True,
+    }
 
 
 def described[Kind](kind: type[Kind], entries: Any, where: str) -> Kind:
-    """The dataclass that a mapping describes, its parts included. UserError begins with `where` and names the entry.
+    """The dataclass that a mapping describes, its parts included. UserError begins with
+    `where` and names the entry.
 
     Files outlast the version that wrote them, so a new field needs a default.
     """

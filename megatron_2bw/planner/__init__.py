@@ -1,1 +1,2 @@
-"""The planner: the fastest parallel configuration that fits. Only measuring and running need more than pure Python."""
+"""The planner: the fastest parallel configuration that fits. Only measuring and running
+need more than pure Python."""

@@ -1,4 +1,5 @@
-"""Pipeline schedules as data: pure Python, no torch. One definition drives runtime, validator and pictures."""
+"""Pipeline schedules as data: pure Python, no torch. One definition drives runtime,
+validator and pictures."""
 
 from megatron_2bw.schedules.action import REDUCE, STEP, Action, B, F, Shape, W, parse
 from megatron_2bw.schedules.base import Schedule
@@ -8,7 +9,8 @@ from megatron_2bw.schedules.two_bw import TwoBW
 from megatron_2bw.schedules.validator import ScheduleError, check_actions, validate
 
 SCHEDULES: dict[str, Schedule] = {
-    schedule.name: schedule for schedule in (TwoBW(), PipeDreamFlush(), GPipe(), NoPipelining(), PipeDream())
+    schedule.name: schedule
+    for schedule in (TwoBW(), PipeDreamFlush(), GPipe(), NoPipelining(), PipeDream())
 }
 
 # `megatron` is Megatron's own schedule, untouched.
@@ -24,7 +26,8 @@ def schedule_of(
     late_microbatches: int | str | None = None,
     gpipe_round: int | None = None,
 ) -> Schedule | None:
-    """The schedule of --pipeline-schedule `name` with the options of 2bw and gpipe; None for Megatron's own."""
+    """The schedule of --pipeline-schedule `name` with the options of 2bw and gpipe;
+    None for Megatron's own."""
     if name == TwoBW.name:
         return TwoBW(gradient_slots, extra_warmup, sync_iterations, late_microbatches)
     if name == GPipe.name:

@@ -1,4 +1,5 @@
-"""One action of a pipeline stage, and the text form that logs, traces and tests share. Pure Python.
+"""One action of a pipeline stage, and the text form that logs, traces and tests share.
+Pure Python.
 
 Invariant: `parse(str(action)) == action`.
 """
@@ -10,17 +11,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 F, B, REDUCE, STEP = "F", "B", "R", "S"
-W = "W"  # the weights' part of a backward, where a schedule splits it (bench/zero_bubble.py)
+# the weights' part of a backward, where a schedule splits it (bench/zero_bubble.py)
+W = "W"
 
 
 class Action(NamedTuple):
     """What a stage does next.
 
-    kind     F (forward), B (backward; of the inputs alone in schedules with a separate W, the weights' part),
-             R (start of the data-parallel reduction), S (optimizer step)
+    kind     F (forward), B (backward; of the inputs alone in schedules with a separate
+             W, the weights' part), R (start of the data-parallel reduction), S
+             (optimizer step)
     number   of the `microbatch` of F, B and W; of the `batch` of R and S
-    version  F, B: the microbatch runs on W(version); R: the version its gradients belong to;
-             S: the step writes W(version)
+    version  F, B: the microbatch runs on W(version); R: the version its gradients
+             belong to; S: the step writes W(version)
     chunk    the part of the stage's model, where a stage holds several
     """
 
@@ -31,7 +34,8 @@ class Action(NamedTuple):
 
     @property
     def microbatch(self) -> int:
-        """Of F, B and W, counted from the start of training: batch j holds microbatches jm ... (j+1)m - 1."""
+        """Of F, B and W, counted from the start of training: batch j holds microbatches
+        jm ... (j+1)m - 1."""
         assert self.kind not in (REDUCE, STEP), f"{self} is of a batch"
         return self.number
 
@@ -42,11 +46,14 @@ class Action(NamedTuple):
         return self.number
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.number}@{self.version}" + (f".{self.chunk}" if self.chunk else "")
+        return f"{self.kind}{self.number}@{self.version}" + (
+            f".{self.chunk}" if self.chunk else ""
+        )
 
 
 def parse(text: str) -> list[Action]:
-    """The actions written in `text`, such as "F0@0 F1@0 B0@0"; the inverse of joining str(action) by spaces.
+    """The actions written in `text`, such as "F0@0 F1@0 B0@0"; the inverse of joining
+    str(action) by spaces.
 
     Raises ValueError for a word that is not an action.
     """
@@ -55,7 +62,9 @@ def parse(text: str) -> list[Action]:
         match = re.fullmatch(r"([FBWRS])(\d+)@(\d+)(?:\.(\d+))?", word)
         if match is None:
             raise ValueError(f"not an action: {word!r} (expected for instance F12@3)")
-        actions.append(Action(match[1], int(match[2]), int(match[3]), int(match[4] or 0)))
+        actions.append(
+            Action(match[1], int(match[2]), int(match[3]), int(match[4] or 0))
+        )
     return actions
 
 

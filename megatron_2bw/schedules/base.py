@@ -1,4 +1,5 @@
-"""The interface of a schedule, and the two orders of actions that all schedules are built from. Pure Python."""
+"""The interface of a schedule, and the two orders of actions that all schedules are
+built from. Pure Python."""
 
 from __future__ import annotations
 
@@ -8,38 +9,49 @@ from megatron_2bw.schedules.action import REDUCE, STEP, Action, B, F, Shape
 class Schedule:
     """A pipeline schedule: for a stage, the list of its actions in an iteration.
 
-    Subclasses define `actions` and the limits that the validator enforces. One iteration is one batch is one weight
-    update. Subclasses are frozen dataclasses: schedules with equal options are equal and hash alike.
+    Subclasses define `actions` and the limits that the validator enforces. One
+    iteration is one batch is one weight update. Subclasses are frozen dataclasses:
+    schedules with equal options are equal and hash alike.
     """
 
     name: str
     summary: str
     flushes: bool = True  # the pipeline is empty between iterations
     global_step: bool = True  # the step's gradient norm and inf flag span all stages
-    same_version_everywhere: bool = True  # a microbatch runs on the same W on every stage
+    # a microbatch runs on the same W on every stage
+    same_version_everywhere: bool = True
     chunks: int = 1  # parts of the model that a stage holds
-    late_step: bool = False  # a batch's optimizer step overlaps the next batch, between its REDUCE and its STEP
-    sync_iterations: int = 0  # batches at the start without gradient delay, in a schedule that delays the others
-    late_microbatches: int | str | None = None  # of a batch, if not all are on older weights
-    round: int | None = None  # microbatches after which the pipeline drains inside a batch, in a schedule that does
+    # a batch's optimizer step overlaps the next batch, between its REDUCE and its STEP
+    late_step: bool = False
+    # batches at the start without gradient delay, in a schedule that delays the others
+    sync_iterations: int = 0
+    # of a batch, if not all are on older weights
+    late_microbatches: int | str | None = None
+    # microbatches after which the pipeline drains inside a batch, in a schedule that
+    # does
+    round: int | None = None
 
     def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
         """The actions of `stage` in `iteration`, in order.
 
-        At STEP the update must be complete: at the end of the batch's iteration, or, with `late_step`, in the next.
+        At STEP the update must be complete: at the end of the batch's iteration, or,
+        with `late_step`, in the next.
         """
         raise NotImplementedError
 
     def version(self, shape: Shape, stage: int, microbatch: int) -> int:
-        """The weight version of `microbatch`, forward and backward; here its own batch's, so without gradient delay."""
+        """The weight version of `microbatch`, forward and backward; here its own
+        batch's, so without gradient delay."""
         return shape.batch(microbatch)
 
     def ahead(self, shape: Shape, stage: int) -> int:
-        """Forwards before the first backward, not counting the one that alternates with it."""
+        """Forwards before the first backward, not counting the one that alternates with
+        it."""
         return shape.warmup(stage)
 
     def reads_late(self, version: int) -> bool:
-        """Whether W(version) is read only by batches with microbatches whose gradients come an update late."""
+        """Whether W(version) is read only by batches with microbatches whose gradients
+        come an update late."""
         return False
 
     def min_microbatches(self, stages: int) -> int:
@@ -70,8 +82,11 @@ def finish(iteration: int) -> list[Action]:
     return [reduce(iteration), step(iteration)]
 
 
-def one_forward_one_backward(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
-    """`ahead` forwards, then forward and backward in turn, then the remaining backwards (1F1B)."""
+def one_forward_one_backward(
+    forwards: list[Action], backwards: list[Action], ahead: int
+) -> list[Action]:
+    """`ahead` forwards, then forward and backward in turn, then the remaining backwards
+    (1F1B)."""
     order, rest = forwards[:ahead], forwards[ahead:]
     for index, backward in enumerate(backwards):
         order += rest[index : index + 1]
@@ -79,26 +94,41 @@ def one_forward_one_backward(forwards: list[Action], backwards: list[Action], ah
     return order
 
 
-def with_flush(schedule: Schedule, shape: Shape, stage: int, iteration: int) -> list[Action]:
-    """An iteration on the newest weights that empties the pipeline before its step, and after each round."""
+def with_flush(
+    schedule: Schedule, shape: Shape, stage: int, iteration: int
+) -> list[Action]:
+    """An iteration on the newest weights that empties the pipeline before its step, and
+    after each round."""
     batch = range(iteration * shape.microbatches, (iteration + 1) * shape.microbatches)
     size, order = schedule.round or shape.microbatches, []
     for first in range(0, shape.microbatches, size):
-        forwards, backwards = ([Action(kind, x, iteration) for x in batch[first : first + size]] for kind in (F, B))
-        order += one_forward_one_backward(forwards, backwards, schedule.ahead(shape, stage))
+        forwards, backwards = (
+            [Action(kind, x, iteration) for x in batch[first : first + size]]
+            for kind in (F, B)
+        )
+        order += one_forward_one_backward(
+            forwards, backwards, schedule.ahead(shape, stage)
+        )
     return order + finish(iteration)
 
 
-def without_flush(schedule: Schedule, shape: Shape, stage: int, iteration: int) -> list[Action]:
-    """Forwards and backwards of an iteration of a pipeline that is never drained (paper, Figure 2).
+def without_flush(
+    schedule: Schedule, shape: Shape, stage: int, iteration: int
+) -> list[Action]:
+    """Forwards and backwards of an iteration of a pipeline that is never drained
+    (paper, Figure 2).
 
-    Forwards run w = `schedule.ahead(shape, stage)` microbatches ahead of the backwards all through training: for
-    k = 0 ... m-1, F(jm + w + k) and B(jm + k). Only the first iteration fills the pipeline, only the last drains it.
+    Forwards run w = `schedule.ahead(shape, stage)` microbatches ahead of the backwards
+    all through training: for k = 0 ... m-1, F(jm + w + k) and B(jm + k). Only the first
+    iteration fills the pipeline, only the last drains it.
     """
     start = iteration * shape.microbatches
     ahead = schedule.ahead(shape, stage)
     fill = ahead if iteration == shape.first else 0
-    forwards = range(start + ahead - fill, min(start + ahead + shape.microbatches, shape.end * shape.microbatches))
+    forwards = range(
+        start + ahead - fill,
+        min(start + ahead + shape.microbatches, shape.end * shape.microbatches),
+    )
     backwards = range(start, start + shape.microbatches)
     return one_forward_one_backward(
         [Action(F, x, schedule.version(shape, stage, x)) for x in forwards],

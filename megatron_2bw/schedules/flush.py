@@ -1,7 +1,9 @@
-"""The schedules that drain the pipeline at every batch: one weight version, no gradient delay.
+"""The schedules that drain the pipeline at every batch: one weight version, no gradient
+delay.
 
-They differ in how many forwards a stage runs ahead of its backwards. Forwards run in the order of the microbatches in
-all of them, and so do backwards. So all add the gradients in the same order and give the same bits.
+They differ in how many forwards a stage runs ahead of its backwards. Forwards run in
+the order of the microbatches in all of them, and so do backwards. So all add the
+gradients in the same order and give the same bits.
 """
 
 from dataclasses import dataclass
@@ -23,7 +25,8 @@ class Flush(Schedule):
 
 @dataclass(frozen=True)
 class PipeDreamFlush(Flush):
-    """1F1B with a flush (paper, section 3.2; Megatron's own schedule without interleaving)."""
+    """1F1B with a flush (paper, section 3.2; Megatron's own schedule without
+    interleaving)."""
 
     name = "pipedream-flush"
     summary = "1F1B with a flush, one weight version"
@@ -33,9 +36,11 @@ class PipeDreamFlush(Flush):
 class GPipe(Flush):
     """All forwards, then all backwards (paper, Figure 1).
 
-    round  N: a batch runs in ceil(m / N) rounds of at most N microbatches, each all forwards, then all backwards. So a
-           stage holds N activations, not m, and the pipeline drains after each round (paper, section 5.2). The
-           gradients add up over the rounds; the last one is smaller if N does not divide m. None: one round.
+    round  N: a batch runs in ceil(m / N) rounds of at most N microbatches, each all
+           forwards, then all backwards. So a stage holds N activations, not m, and the
+           pipeline drains after each round (paper, section 5.2). The gradients add up
+           over the rounds; the last one is smaller if N does not divide m. None: one
+           round.
     """
 
     name = "gpipe"
@@ -52,7 +57,8 @@ class GPipe(Flush):
 
 @dataclass(frozen=True)
 class NoPipelining(Flush):
-    """Inter-layer model parallelism: one microbatch at a time in the whole pipeline (paper, section 5.2)."""
+    """Inter-layer model parallelism: one microbatch at a time in the whole pipeline
+    (paper, section 5.2)."""
 
     name = "no-pipelining"
     summary = "inter-layer model parallelism, one microbatch at a time"

@@ -1,9 +1,11 @@
 """The status file of a Slurm job: one word for its state, the reason, and its history.
 
-Invariant: only `decide` maps the facts of an ended start to a word; the file is replaced whole; the word is one of
-pending, running, completed, out of memory, timeout, failed.
+Invariant: only `decide` maps the facts of an ended start to a word; the file is
+replaced whole; the word is one of pending, running, completed, out of memory, timeout,
+failed.
 
-    megatron-2bw slurm show logs/*     # what the files say, corrected by what Slurm says of dead jobs
+    megatron-2bw slurm show logs/*     # what the files say, corrected by what Slurm
+    says of dead jobs
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # job.sh may name another clone than the installed one
+# job.sh may name another clone than the installed one
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_2bw import run_log
 from megatron_2bw.errors import Parser, report, run_program
@@ -27,16 +30,23 @@ from megatron_2bw.files import write_json
 
 WORDS = ("pending", "running", "completed", "out of memory", "timeout", "failed")
 OPEN = ("pending", "running")
-ALIVE = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED")  # of Slurm's words
-DIED = {"OUT_OF_MEMORY": "out of memory", "TIMEOUT": "timeout", "DEADLINE": "timeout"}  # other words of Slurm: failed
-IDLE_STARTS = 3  # consecutive starts without a saved iteration after which a job is not queued again
+# of Slurm's words
+ALIVE = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED")
+# other words of Slurm: failed
+DIED = {"OUT_OF_MEMORY": "out of memory", "TIMEOUT": "timeout", "DEADLINE": "timeout"}
+# consecutive starts without a saved iteration after which a job is not queued again
+IDLE_STARTS = 3
 TAIL = 2**20  # bytes at the end of a log that are searched
-KILLED = 128 + 9  # exit status after SIGKILL, which the kernel sends when memory is short
+# exit status after SIGKILL, which the kernel sends when memory is short
+KILLED = 128 + 9
 
 LEFT = re.compile(r"exiting program after receiving SIG")  # Megatron, saved
 SIGNALLED = re.compile(r"node\.sh: Slurm has sent SIG")
 MEMORY = re.compile(
-    r"out of memory|oom[-_ ]kill|cannot allocate memory|can't allocate memory|Signal 9 \(SIGKILL\)|exitcode *: -9\b",
+    (
+        r"out of memory|oom[-_ ]kill|cannot allocate memory|can't allocate "
+        r"memory|Signal 9 \(SIGKILL\)|exitcode *: -9\b"
+    ),
     re.IGNORECASE,
 )
 
@@ -47,9 +57,12 @@ class Facts:
 
     exit_status: int  # of srun
     text: str = ""  # the logs of this start
-    signalled: bool = False  # Slurm asked the job to end: its time limit is near, or it is preempted
+    # Slurm asked the job to end: its time limit is near, or it is preempted
+    signalled: bool = False
     cancelled: bool = False  # a user or an administrator cancelled it
-    requeued: bool = False  # Slurm ended it and queued it again: preempted without a grace time, scontrol requeue
+    # Slurm ended it and queued it again: preempted without a grace time, scontrol
+    # requeue
+    requeued: bool = False
     saved: int = 0  # iteration of the newest checkpoint, 0 without one
     before: int = 0  # the same, when this start began
     idle: int = 0  # consecutive starts before this one that saved nothing
@@ -67,31 +80,60 @@ def decide(facts: Facts) -> Outcome:
     lines = list(run_log.training(facts.text))
     last, planned = (lines[-1].iteration, lines[-1].planned) if lines else (0, 0)
     # srun also ends the other nodes when one has failed; then its status is not 0.
-    left = bool(LEFT.search(facts.text)) or facts.exit_status == 0 and bool(SIGNALLED.search(facts.text))
+    left = (
+        bool(LEFT.search(facts.text))
+        or facts.exit_status == 0
+        and bool(SIGNALLED.search(facts.text))
+    )
     early = facts.signalled or left or facts.exit_status != 0
     if planned and (facts.saved == planned or last == planned and not early):
         return Outcome("completed", f"iteration {planned} of {planned}")
     if facts.requeued:
-        return Outcome("pending", f"saved: iteration {facts.saved}; Slurm has queued it again")
+        return Outcome(
+            "pending", f"saved: iteration {facts.saved}; Slurm has queued it again"
+        )
     if facts.cancelled:
         return Outcome("failed", f"cancelled; saved: iteration {facts.saved}")
     if facts.signalled or left:
         if not facts.keeps:
-            return Outcome("timeout", "its time was over; CHECKPOINTS=none, so it would start from the beginning")
+            return Outcome(
+                "timeout",
+                "its time was over; CHECKPOINTS=none, so it would start from the beginning",
+            )
         if facts.saved == facts.before and facts.idle + 1 >= IDLE_STARTS:
-            remedy = "give it more time (sbatch --time), or a longer notice (--signal=B:TERM@SECONDS)"
-            return Outcome("timeout", f"no iteration saved in {facts.idle + 1} starts: {remedy}")
-        return Outcome("pending", f"saved: iteration {facts.saved}; queued again", requeue=True)
+            remedy = (
+                "give it more time (sbatch --time), or a longer notice "
+                "(--signal=B:TERM@SECONDS)"
+            )
+            return Outcome(
+                "timeout", f"no iteration saved in {facts.idle + 1} starts: {remedy}"
+            )
+        return Outcome(
+            "pending", f"saved: iteration {facts.saved}; queued again", requeue=True
+        )
     if facts.exit_status == 0:
-        return Outcome("completed", f"iteration {last} of {planned}, as its flags say" if lines else "nothing to train")
+        return Outcome(
+            "completed",
+            f"iteration {last} of {planned}, as its flags say"
+            if lines
+            else "nothing to train",
+        )
     if facts.exit_status == KILLED or MEMORY.search(facts.text):
-        return Outcome("out of memory", _line(facts.text, MEMORY) or f"exit status {facts.exit_status}")
-    return Outcome("failed", _line(facts.text, re.compile(r"error: ")) or f"exit status {facts.exit_status}")
+        return Outcome(
+            "out of memory",
+            _line(facts.text, MEMORY) or f"exit status {facts.exit_status}",
+        )
+    return Outcome(
+        "failed",
+        _line(facts.text, re.compile(r"error: ")) or f"exit status {facts.exit_status}",
+    )
 
 
 def _line(text: str, pattern: re.Pattern[str]) -> str:
     """The first line with the pattern."""
-    return next((line.strip()[:300] for line in text.splitlines() if pattern.search(line)), "")
+    return next(
+        (line.strip()[:300] for line in text.splitlines() if pattern.search(line)), ""
+    )
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -102,8 +144,17 @@ def read(path: Path) -> dict[str, Any]:
 def write(path: Path, outcome: Outcome, **fields: Any) -> None:
     """Replace the file; its earlier words are in its history."""
     content = read(path) | fields
-    entry = {"status": outcome.word, "reason": outcome.reason, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    content |= entry | {"history": [*content.get("history", []), entry | {"start": content.get("start", 0)}]}
+    entry = {
+        "status": outcome.word,
+        "reason": outcome.reason,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    content |= entry | {
+        "history": [
+            *content.get("history", []),
+            entry | {"start": content.get("start", 0)},
+        ]
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, content)
 
@@ -124,10 +175,15 @@ def saved_iteration(checkpoints: str) -> int:
 
 
 def begin(options: argparse.Namespace) -> int:
-    """A start begins. Status 1 if the last starts saved nothing, as when nodes fail repeatedly."""
+    """A start begins. Status 1 if the last starts saved nothing, as when nodes fail
+    repeatedly."""
     content, saved = read(options.file), saved_iteration(options.checkpoints)
     idle = 0
-    if options.start and options.checkpoints != "none" and content.get("saved") == saved:
+    if (
+        options.start
+        and options.checkpoints != "none"
+        and content.get("saved") == saved
+    ):
         idle = content.get("idle", 0) + 1
     fields = {"job": options.job, "start": options.start, "saved": saved, "idle": idle}
     if idle >= IDLE_STARTS:
@@ -135,12 +191,17 @@ def begin(options: argparse.Namespace) -> int:
         write(options.file, Outcome("failed", message), **fields)
         report("megatron-2bw slurm", message)
         return 1
-    write(options.file, Outcome("running", f"start {options.start}, from iteration {saved}"), **fields)
+    write(
+        options.file,
+        Outcome("running", f"start {options.start}, from iteration {saved}"),
+        **fields,
+    )
     return 0
 
 
 def end(options: argparse.Namespace) -> int:
-    """A start has ended: print `requeue` or the word, then write it. The job is queued again even if that fails."""
+    """A start has ended: print `requeue` or the word, then write it. The job is queued
+    again even if that fails."""
     content = read(options.file)
     if options.refused:
         outcome = Outcome("failed", options.refused)
@@ -162,8 +223,11 @@ def end(options: argparse.Namespace) -> int:
 
 
 def late(options: argparse.Namespace) -> int:
-    """Slurm is about to kill a start that has not ended: write the word that is right if it does."""
-    outcome = ("failed", "cancelled") if options.cancelled else ("timeout", options.reason)
+    """Slurm is about to kill a start that has not ended: write the word that is right
+    if it does."""
+    outcome = (
+        ("failed", "cancelled") if options.cancelled else ("timeout", options.reason)
+    )
     if options.requeued:
         outcome = "pending", "Slurm has queued it again"
     write(options.file, Outcome(*outcome), job=options.job)
@@ -174,30 +238,47 @@ def show(options: argparse.Namespace) -> int:
     """A line for each job; what is no folder of a job has none."""
     for folder in options.logs:
         if content := current(folder / "status.json"):
-            print(f"{folder}: {content['status']}, {content['reason']} ({content['time']})")
+            print(
+                f"{folder}: {content['status']}, {content['reason']} ({content['time']})"
+            )
     return 0
 
 
 def current(path: Path, job: str = "") -> dict[str, Any]:
-    """The file, corrected if its job (by default the one that it names) has died without writing it."""
+    """The file, corrected if its job (by default the one that it names) has died
+    without writing it."""
     content = read(path)
-    job = job or content.get("job", "")  # a run that a sweep has just submitted does not name one yet
+    # a run that a sweep has just submitted does not name one yet
+    job = job or content.get("job", "")
     if content.get("status") in OPEN and job:
         state = slurm_state(job).rstrip("+")
         content = read(path)  # a job that ended meanwhile wrote it before Slurm knew
         if content["status"] in OPEN and state not in ALIVE:
-            reason = f"Slurm: {state}" if state else "Slurm does not know the job any more"
+            reason = (
+                f"Slurm: {state}" if state else "Slurm does not know the job any more"
+            )
             write(path, Outcome(DIED.get(state, "failed"), reason))
     return read(path)
 
 
 def slurm_state(job: str) -> str:
-    """Slurm's word for a job: from its controller, which forgets after minutes, or from its accounting."""
+    """Slurm's word for a job: from its controller, which forgets after minutes, or from
+    its accounting."""
     for command in (
         ["squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job],
-        ["sacct", "--allocations", "--noheader", "--parsable2", "--format=State", "--jobs", job],
+        [
+            "sacct",
+            "--allocations",
+            "--noheader",
+            "--parsable2",
+            "--format=State",
+            "--jobs",
+            job,
+        ],
     ):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=False
+        )
         if found := done.stdout.split():
             return found[0]
     return ""
@@ -224,7 +305,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw slurm") ->
     command.set_defaults(function=show)
     command.add_argument("logs", type=Path, nargs="+", metavar="DIR")
     command = commands.add_parser("script", help="the path of the script")
-    command.set_defaults(function=lambda own: print(Path(__file__).with_name(f"pretrain_{own.kind}_2bw.sbatch")))
+    command.set_defaults(
+        function=lambda own: print(
+            Path(__file__).with_name(f"pretrain_{own.kind}_2bw.sbatch")
+        )
+    )
     command.add_argument("kind", choices=("gpt", "bert"))
     options = parser.parse_args(argv)
     return run_program(prog, lambda: options.function(options))

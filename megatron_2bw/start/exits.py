@@ -1,7 +1,8 @@
 """Ending a failed run: the rank that failed reports first, and every rank exits.
 
-torchrun stops the other ranks of a node as soon as one has exited. Until then they see closed connections. Those errors
-would hide the cause, so these ranks wait before they report them.
+torchrun stops the other ranks of a node as soon as one has exited. Until then they see
+closed connections. Those errors would hide the cause, so these ranks wait before they
+report them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ GRACE = 20  # seconds that Python may take to exit: a flush can wait for a lost 
 
 # torch's messages on a rank that has lost another one.
 _LOST = re.compile(
-    r"connection (was )?(likely )?(closed|reset|refused|aborted)|broken pipe|socket (closed|has timed out|timeout)|"
+    r"connection (was )?(likely )?(closed|reset|refused|aborted)|broken "
+    r"pipe|socket (closed|has timed out|timeout)|"
     r"failed to (recv|send), |client socket has failed|"
     r"remote process|(gloo|nccl).*(timed out|abort|connect)|"
     r"ncclRemoteError|ncclSystemError|watchdog|connectFullMesh|wait timeout|"
@@ -54,17 +56,24 @@ def leave(error: Exception, flush: Callable[[], None] | None = None) -> NoReturn
     if is_peer_failure(error):
         time.sleep(PATIENCE)
         line = " ".join(str(error).split())
-        print(f"{program()}: rank {rank} ends: another rank has ended or does not answer ({line})", file=sys.stderr)
+        print(
+            f"{program()}: rank {rank} ends: another rank has ended or does not answer ({line})",
+            file=sys.stderr,
+        )
     elif isinstance(error, UserError):
         report(program(), error)
     else:
         screen.record(error)
         last = " ".join(traceback.format_exception_only(error)[-1].split())
         where = f" (traceback: {screen.place()})" if screen.place() else ""
-        print(f"{program()}: rank {rank} ends with an exception: {last}{where}", file=sys.stderr)
+        print(
+            f"{program()}: rank {rank} ends with an exception: {last}{where}",
+            file=sys.stderr,
+        )
     sys.stdout.flush()
     sys.stderr.flush()
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends the process then, even if Python waits
+    # the kernel ends the process then, even if Python waits
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(GRACE)
     if flush is not None:
         with contextlib.suppress(Exception):
@@ -75,14 +84,24 @@ def leave(error: Exception, flush: Callable[[], None] | None = None) -> NoReturn
 def stop(line: str) -> NoReturn:
     """End this rank with status 2; the first rank of a job reports why.
 
-    torchrun then stops the others. A rank that still runs after PATIENCE has an error of its own and reports it.
+    torchrun then stops the others. A rank that still runs after PATIENCE has an error
+    of its own and reports it.
     """
     if os.environ.get("RANK", "0") != "0":
         time.sleep(PATIENCE)
     report(program(), line)
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun ends with a report, and quotes this in it
+    # torchrun ends with a report, and quotes this in it
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         text = f"{program()}: error: {line}"
-        write_json(file, {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}})
+        write_json(
+            file,
+            {
+                "message": {
+                    "message": text,
+                    "extraInfo": {"timestamp": str(int(time.time()))},
+                }
+            },
+        )
     sys.exit(2)
 
 

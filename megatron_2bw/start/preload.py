@@ -1,4 +1,5 @@
-"""What the server of local_ranks imports once: torch, Megatron and this project; each rank is forked from that.
+"""What the server of local_ranks imports once: torch, Megatron and this project; each
+rank is forked from that.
 
 The CPU stands in for CUDA, unless MEGATRON_2BW_WORLD_DEVICE is cuda.
 """
@@ -20,7 +21,8 @@ logging.disable(logging.WARNING)
 from megatron_2bw import cpu  # noqa: E402
 
 if os.environ.get("MEGATRON_2BW_WORLD_DEVICE") == "cuda":
-    # Imports ask torch.cuda.is_available(). It would start CUDA, and no forked rank could use CUDA then.
+    # Imports ask torch.cuda.is_available(). It would start CUDA, and no forked rank
+    # could use CUDA then.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 else:
     cpu.install()
@@ -36,17 +38,23 @@ from megatron_2bw.mcore import patches, runtime  # noqa: E402, F401
 from megatron_2bw.start import launch  # noqa: E402, F401
 from megatron_2bw.tasks import bert, gpt  # noqa: E402, F401
 
-with contextlib.suppress(ModuleNotFoundError):  # it imports transformers; Megatron 0.20 has it elsewhere
+# it imports transformers; Megatron 0.20 has it elsewhere
+with contextlib.suppress(ModuleNotFoundError):
     importlib.import_module("megatron.core.tokenizers.text.models")
 
-# A run makes these parsers, Megatron's twice, and looks for plugins of torch.distributed: a rank finds them made.
-arguments, add = megatron.training.arguments, megatron.training.arguments.add_megatron_arguments
+# A run makes these parsers, Megatron's twice, and looks for plugins of
+# torch.distributed: a rank finds them made.
+arguments, add = (
+    megatron.training.arguments,
+    megatron.training.arguments.add_megatron_arguments,
+)
 parsers = [add(argparse.ArgumentParser(allow_abbrev=False)) for _ in range(2)]
 
 
 def add_made(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     found = parsers.pop() if parsers else add(parser)
-    found.set_defaults(local_rank=int(os.environ.get("LOCAL_RANK", "0")))  # which Megatron reads when it makes one
+    # which Megatron reads when it makes one
+    found.set_defaults(local_rank=int(os.environ.get("LOCAL_RANK", "0")))
     return found
 
 
@@ -56,6 +64,8 @@ early.table.cache_clear()
 early.parser_of("gpt", "megatron"), early.parser_of("gpt", "2bw")
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 importlib.metadata.entry_points(group="torch.distributed.backends")
-MockGPTLowLevelDataset.size = 2000  # documents; building the index of 100,000 costs a second a run
+# documents; building the index of 100,000 costs a second a run
+MockGPTLowLevelDataset.size = 2000
 gc.collect()
-gc.freeze()  # the ranks' collections then neither scan these objects nor copy their pages
+# the ranks' collections then neither scan these objects nor copy their pages
+gc.freeze()

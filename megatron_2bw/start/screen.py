@@ -1,7 +1,8 @@
-"""What a run prints: all of it goes to a file for each rank, and the screen shows the lines that SHOWN matches.
+"""What a run prints: all of it goes to a file for each rank, and the screen shows the
+lines that SHOWN matches.
 
-Invariant: nothing that Python or a library in C++ prints is lost, and no release of a library adds lines to the screen.
-A log that cannot be written ends no run.
+Invariant: nothing that Python or a library in C++ prints is lost, and no release of a
+library adds lines to the screen. A log that cannot be written ends no run.
 """
 
 from __future__ import annotations
@@ -20,20 +21,31 @@ from megatron_2bw import run_log
 
 SHOWN = re.compile(
     r"> (--[\w-]+|[\w.=-]+:|on the CPU:|rank \d|\d+ process)"  # of this project
-    r"|(\[rank\d+\]: *)?([\w.-]+: (error:|rank \d)|[\w.]*(Error|Exception|Interrupt|Exit)\b|ERROR:|CRITICAL:)"
-    r"|\s*(\[[^]]*\] *)?(iteration +\d+/|(saving|successfully \w+|loading) .*checkpoint)"  # of Megatron
-    r"| *validation loss at|\[(exiting program|before the start of training step)|.*could not find the metadata file"
+    r"|(\[rank\d+\]: *)?([\w.-]+: (error:|rank "
+    r"\d)|[\w.]*(Error|Exception|Interrupt|Exit)\b|ERROR:|CRITICAL:)"
+    # of Megatron
+    r"|\s*(\[[^]]*\] *)?(iteration +\d+/|(saving|successfully \w+|loading) .*checkpoint)"
+    r"| *validation loss at|\[(exiting program|before the start of training "
+    r"step)|.*could not find the metadata file"
     r"|wandb: .*http|.*GPTModel IS DEPRECATED"
 )
-# An iteration's line on a terminal: other names for its fields, and "" for those that only the file has.
+# An iteration's line on a terminal: other names for its fields, and "" for those that
+# only the file has.
 SHORT = dict.fromkeys(("consumed samples", "global batch size", "tokens"), "")
-SHORT |= {"lm loss": "loss", "learning rate": "lr", "elapsed time per iteration (ms)": "ms"}
-SHORT |= {"peak memory by stage (GiB)": "GiB"} | {f"number of {name} iterations": name for name in ("skipped", "nan")}
+SHORT |= {
+    "lm loss": "loss",
+    "learning rate": "lr",
+    "elapsed time per iteration (ms)": "ms",
+}
+SHORT |= {"peak memory by stage (GiB)": "GiB"} | {
+    f"number of {name} iterations": name for name in ("skipped", "nan")
+}
 _record: Any = None  # this rank's open file
 
 
 class _Stream:
-    """A standard stream: all text goes to the record, lines that SHOWN matches (verbose: all) also to the screen."""
+    """A standard stream: all text goes to the record, lines that SHOWN matches
+    (verbose: all) also to the screen."""
 
     def __init__(self, screen: int, verbose: bool):
         self._screen, self._verbose = screen, verbose
@@ -49,7 +61,9 @@ class _Stream:
         thread = threading.get_ident()
         *lines, self._begun[thread] = (self._begun.get(thread, "") + text).split("\n")
         lines = [line for line in lines if self._verbose or SHOWN.match(line)]
-        if shown := "".join(f"{for_terminal(line) if self._short else line}\n" for line in lines):
+        if shown := "".join(
+            f"{for_terminal(line) if self._short else line}\n" for line in lines
+        ):
             with suppress(OSError):  # a full disk, or the reader of a pipe has ended
                 os.write(self._screen, shown.encode(errors="backslashreplace"))
         return len(text)
@@ -60,7 +74,8 @@ class _Stream:
 
 
 def for_terminal(line: str) -> str:
-    """An iteration's line with the loss first, short numbers, and no counts of 0; any other line as it is."""
+    """An iteration's line with the loss first, short numbers, and no counts of 0; any
+    other line as it is."""
     for step in run_log.training(line):
         words = [f" iteration {step.iteration:{len(str(step.planned))}}/{step.planned}"]
         for name in sorted(step.fields, key=lambda name: not name.endswith("loss")):
@@ -68,7 +83,11 @@ def for_terminal(line: str) -> str:
             if re.fullmatch(r"[\d.]+E[+-]\d+", text):
                 text = f"{float(text):{'#.4g' if name.endswith('loss') else '.4g'}}"
             text = max(text.split(), key=float) if short == "GiB" else text
-            if short and step.fields[name] != "0" and (name, text) != ("loss scale", "1.0"):
+            if (
+                short
+                and step.fields[name] != "0"
+                and (name, text) != ("loss scale", "1.0")
+            ):
                 words.append(f"{short} {text}")
         line = " | ".join(words)
     return line

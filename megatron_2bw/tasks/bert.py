@@ -1,8 +1,9 @@
 """A BERT for Megatron's `pretrain`: model, datasets, forward step and loss.
 
-`launch` imports it after it has checked the command line and, on a host without CUDA, installed cpu.py. A masked
-language model, and with the binary head (disabled by --bert-no-binary-head) a second loss: whether two spans of text
-are in order. Every stage reads the data, since every layer needs the padding mask.
+`launch` imports it after it has checked the command line and, on a host without CUDA,
+installed cpu.py. A masked language model, and with the binary head (disabled by
+--bert-no-binary-head) a second loss: whether two spans of text are in order. Every
+stage reads the data, since every layer needs the padding mask.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from functools import partial
 
 import torch
 from megatron.core import mpu
-from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
+from megatron.core.datasets.bert_dataset import (
+    BERTMaskedWordPieceDataset,
+    BERTMaskedWordPieceDatasetConfig,
+)
 from megatron.core.models.bert.bert_layer_specs import (
     bert_layer_local_spec,
     get_bert_layer_with_transformer_engine_spec,
@@ -24,8 +28,10 @@ from megatron.training.arguments import core_transformer_config_from_args
 from megatron_2bw.tasks import common, lora
 from megatron_2bw.tasks.mock_bert import MockBertDataset
 
-FIELDS = ("padding_mask", "text", "types", "labels", "loss_mask")  # [microbatch, sequence] each
-MASKED_WORDS = 3  # at most so many consecutive words are masked together, as in Megatron's own BERT
+# [microbatch, sequence] each
+FIELDS = ("padding_mask", "text", "types", "labels", "loss_mask")
+# at most so many consecutive words are masked together, as in Megatron's own BERT
+MASKED_WORDS = 3
 
 
 def model_config(args) -> None:
@@ -33,7 +39,11 @@ def model_config(args) -> None:
 
 
 def model_provider(
-    pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, config=None, pg_collection=None
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config=None,
+    pg_collection=None,
 ) -> BertModel:
     """This stage of the model, of Megatron's local layers or Transformer Engine's."""
     args = get_args()
@@ -43,9 +53,15 @@ def model_provider(
         layer = import_module(args.spec)
     else:
         layer = get_bert_layer_with_transformer_engine_spec()
-    place = dict(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, pg_collection=pg_collection)
+    place = dict(
+        pre_process=pre_process,
+        post_process=post_process,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
     model = BertModel(
-        config=config or common.apply_dropped_flags(core_transformer_config_from_args(args), args),
+        config=config
+        or common.apply_dropped_flags(core_transformer_config_from_args(args), args),
         transformer_layer_spec=layer,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
@@ -66,21 +82,29 @@ def model_provider(
 def forward_step(data_iterator, model):
     """One forward of this stage on the next microbatch.
 
-    Returns the stage's output, [sequence, microbatch, hidden], or on the last stage the losses [microbatch, sequence]
-    and the binary head's logits [microbatch, 2] or None; and the function that turns these into Megatron's loss triple.
+    Returns the stage's output, [sequence, microbatch, hidden], or on the last stage the
+    losses [microbatch, sequence] and the binary head's logits [microbatch, 2] or None;
+    and the function that turns these into Megatron's loss triple.
     """
     get_timers()("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, model.training)
     get_timers()("batch-generator").stop()
     types = batch["types"] if get_args().bert_binary_head else None
-    output = model(batch["text"], batch["padding_mask"], tokentype_ids=types, lm_labels=batch["labels"])
+    output = model(
+        batch["text"],
+        batch["padding_mask"],
+        tokentype_ids=types,
+        lm_labels=batch["labels"],
+    )
     return output, partial(loss, batch["loss_mask"], batch["is_random"])
 
 
 def get_batch(data_iterator, training: bool = True) -> dict[str, torch.Tensor | None]:
-    """FIELDS and is_random [microbatch] of the next microbatch; on middle stages the padding mask alone, else None."""
+    """FIELDS and is_random [microbatch] of the next microbatch; on middle stages the
+    padding mask alone, else None."""
     args = get_args()
-    ends = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()  # of any chunk, if stages are interleaved
+    # of any chunk, if stages are interleaved
+    ends = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
     names = FIELDS if ends else FIELDS[:1]
     size = common.micro_batch_size(args, training)
     parts = None
@@ -89,19 +113,27 @@ def get_batch(data_iterator, training: bool = True) -> dict[str, torch.Tensor | 
         parts = [fields[name] for name in names] + [fields["is_random"].view(-1, 1)]
         parts = [part.cuda(non_blocking=True) for part in parts]
     if mpu.get_tensor_model_parallel_world_size() > 1:
-        parts = _from_first_tensor_rank(parts, [args.seq_length] * len(names) + [1], size)
+        parts = _from_first_tensor_rank(
+            parts, [args.seq_length] * len(names) + [1], size
+        )
     batch = dict.fromkeys(FIELDS) | dict(zip(names, parts))
     return batch | {"is_random": parts[-1].view(-1)}
 
 
-def _from_first_tensor_rank(parts: list[torch.Tensor] | None, widths: list[int], size: int) -> list[torch.Tensor]:
+def _from_first_tensor_rank(
+    parts: list[torch.Tensor] | None, widths: list[int], size: int
+) -> list[torch.Tensor]:
     """The parts, [size, width] each, on all tensor ranks: one message."""
     if parts is not None:
         message = torch.cat(parts, dim=1)
     else:
-        message = torch.empty(size, sum(widths), dtype=torch.int64, device=torch.cuda.current_device())
+        message = torch.empty(
+            size, sum(widths), dtype=torch.int64, device=torch.cuda.current_device()
+        )
     torch.distributed.broadcast(
-        message, mpu.get_tensor_model_parallel_src_rank(), group=mpu.get_tensor_model_parallel_group()
+        message,
+        mpu.get_tensor_model_parallel_src_rank(),
+        group=mpu.get_tensor_model_parallel_group(),
     )
     return [part.contiguous() for part in message.split(widths, dim=1)]
 
@@ -109,11 +141,17 @@ def _from_first_tensor_rank(parts: list[torch.Tensor] | None, widths: list[int],
 _LOSS = common.LossCheck()
 
 
-def loss(loss_mask: torch.Tensor, is_random: torch.Tensor, output: tuple[torch.Tensor, torch.Tensor | None]):
-    """Megatron's loss triple: a sum over the masked tokens, their number, and the reports of both losses.
+def loss(
+    loss_mask: torch.Tensor,
+    is_random: torch.Tensor,
+    output: tuple[torch.Tensor, torch.Tensor | None],
+):
+    """Megatron's loss triple: a sum over the masked tokens, their number, and the
+    reports of both losses.
 
-    The sum over the number of masked tokens is the mean loss of those tokens plus the binary head's mean over the
-    microbatch's samples. With --calculate-per-token-loss the latter has the weight of its tokens (1 without any).
+    The sum over the number of masked tokens is the mean loss of those tokens plus the
+    binary head's mean over the microbatch's samples. With --calculate-per-token-loss
+    the latter has the weight of its tokens (1 without any).
     """
     losses, order = output
     total, tokens = common.masked_sum(losses, loss_mask)
@@ -131,9 +169,15 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None):
     """Training, validation and test datasets with at least `samples` samples each."""
     args = get_args()
     kind = MockBertDataset if args.mock_data else BERTMaskedWordPieceDataset
-    # With --eval-iters 0 Megatron asks for 0 samples; this dataset would be empty, which Megatron's loader refuses.
+    # With --eval-iters 0 Megatron asks for 0 samples; this dataset would be empty,
+    # which Megatron's loader refuses.
     samples = [count if count is None else max(count, 1) for count in samples]
-    return common.build_datasets(kind, samples, lambda: mpu.get_tensor_model_parallel_rank() == 0, dataset_config(args))
+    return common.build_datasets(
+        kind,
+        samples,
+        lambda: mpu.get_tensor_model_parallel_rank() == 0,
+        dataset_config(args),
+    )
 
 
 datasets_provider.is_distributed = True  # Megatron calls it on every rank

@@ -1,7 +1,9 @@
-"""What the tasks (gpt.py, bert.py) share: the check of the loss, options of the datasets.
+"""What the tasks (gpt.py, bert.py) share: the check of the loss, options of the
+datasets.
 
-Invariant: the check of the loss leaves the GPU a microbatch of work while the host waits, but for the last one of a
-batch (--no-check-for-nan-in-loss-and-grad disables it).
+Invariant: the check of the loss leaves the GPU a microbatch of work while the host
+waits, but for the last one of a batch (--no-check-for-nan-in-loss-and-grad disables
+it).
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_builder import (
+    BlendedMegatronDatasetBuilder,
+)
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_tokenizer, print_rank_0
@@ -20,13 +24,14 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_2bw.mcore.batch_sizes import planned
 
-SPIKE = 10  # --check-for-spiky-loss reports a loss that is this many times the largest so far
+# --check-for-spiky-loss reports a loss that is this many times the largest so far
+SPIKE = 10
 TANH_GELU = partial(torch.nn.functional.gelu, approximate="tanh")
 
 
 def apply_dropped_flags(config: Any, args: Any) -> Any:
-    """Megatron 0.19 drops two flags on the way to `config`: --openai-gelu (GeLU in its tanh form, which Megatron's
-    fused GeLU always has) and --rope-scaling-factor."""
+    """Megatron 0.19 drops two flags on the way to `config`: --openai-gelu (GeLU in its
+    tanh form, which Megatron's fused GeLU always has) and --rope-scaling-factor."""
     if args.openai_gelu and not config.bias_activation_fusion:
         config.activation_func = TANH_GELU
     if hasattr(config, "rope_scaling_factor"):
@@ -37,8 +42,9 @@ def apply_dropped_flags(config: Any, args: Any) -> Any:
 class LossCheck:
     """Stops on NaN or inf, reports spikes, as Megatron's flags ask.
 
-    A loss is looked at when the next microbatch's forward is launched, so that the GPU has work while the host waits.
-    That of a batch's last microbatch is looked at once: Megatron checks the gradients next, and would name them.
+    A loss is looked at when the next microbatch's forward is launched, so that the GPU
+    has work while the host waits. That of a batch's last microbatch is looked at once:
+    Megatron checks the gradients next, and would name them.
     """
 
     def __init__(self) -> None:
@@ -46,25 +52,38 @@ class LossCheck:
         self._unread: tuple[torch.Tensor, torch.Tensor, torch.cuda.Event] | None = None
 
     def check(self, total: torch.Tensor) -> None:
-        """`total` is the loss of a microbatch, a scalar. RuntimeError of Megatron's, which names the iteration."""
+        """`total` is the loss of a microbatch, a scalar. RuntimeError of Megatron's,
+        which names the iteration."""
         args, machine = get_args(), get_rerun_state_machine()
         if args.check_for_nan_in_loss_and_grad and args.rerun_mode == "disabled":
-            # Megatron 0.19's number is one more than that of the log's next line; messages add one to either.
+            # Megatron 0.19's number is one more than that of the log's next line;
+            # messages add one to either.
             if hasattr(args, "curr_iteration"):  # not with --skip-train
                 machine.current_iteration = args.curr_iteration
             self._read()
-            finite = torch.isfinite(total.detach()).to("cpu", non_blocking=True)  # into pinned memory
+            # into pinned memory
+            finite = torch.isfinite(total.detach()).to("cpu", non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
             self._unread = total.detach(), finite, copied
             self._seen = (self._seen + total.requires_grad) % get_num_microbatches()
-            if not total.requires_grad or self._seen == 0:  # in an evaluation, or the last one
+            # in an evaluation, or the last one
+            if not total.requires_grad or self._seen == 0:
                 self._read()
-        elif args.check_for_nan_in_loss_and_grad:  # the rerun machine keeps a record of each loss
+        # the rerun machine keeps a record of each loss
+        elif args.check_for_nan_in_loss_and_grad:
             _stop_at_nan(total)
         if args.check_for_spiky_loss:
-            spiky = partial(machine.is_unexpectedly_large, threshold=SPIKE, context="loss")
-            machine.validate_result(total, rejection_func=spiky, message="Spiky loss", tolerance=0.0, fatal=False)
+            spiky = partial(
+                machine.is_unexpectedly_large, threshold=SPIKE, context="loss"
+            )
+            machine.validate_result(
+                total,
+                rejection_func=spiky,
+                message="Spiky loss",
+                tolerance=0.0,
+                fatal=False,
+            )
 
     def _read(self) -> None:
         if self._unread is not None:
@@ -76,39 +95,68 @@ class LossCheck:
 
 def _stop_at_nan(total: torch.Tensor) -> None:
     for rejected, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-        words = dict(message=f"found {name} in local forward loss calculation", tolerance=0.0, fatal=True)
-        get_rerun_state_machine().validate_result(total, rejection_func=rejected, **words)
+        words = dict(
+            message=f"found {name} in local forward loss calculation",
+            tolerance=0.0,
+            fatal=True,
+        )
+        get_rerun_state_machine().validate_result(
+            total, rejection_func=rejected, **words
+        )
 
 
-def masked_sum(losses: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of the losses [microbatch, sequence] where the mask is 1, and their number."""
+def masked_sum(
+    losses: torch.Tensor, loss_mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of the losses [microbatch, sequence] where the mask is 1, and their
+    number."""
     mask = loss_mask.view(-1).float()
     return torch.sum(losses.view(-1).float() * mask), mask.sum().detach().to(torch.int)
 
 
 def report(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """A sum and its number of terms for Megatron's logging, which adds up both before it divides."""
+    """A sum and its number of terms for Megatron's logging, which adds up both before
+    it divides."""
     return torch.cat([total.detach().view(1), count.view(1)])
 
 
 def micro_batch_size(args, training: bool) -> int:
     """Samples per microbatch; an evaluation may have another number."""
-    return args.micro_batch_size if training else args.eval_micro_batch_size or args.micro_batch_size
+    return (
+        args.micro_batch_size
+        if training
+        else args.eval_micro_batch_size or args.micro_batch_size
+    )
 
 
 def dataset_config(kind: type, args: Any, **more: Any) -> Any:
-    """Megatron's configuration of a `kind` of datasets, whose fields have the names of its flags, or are in `more`."""
+    """Megatron's configuration of a `kind` of datasets, whose fields have the names of
+    its flags, or are in `more`."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    same = {field.name: getattr(args, field.name) for field in fields(kind) if hasattr(args, field.name)}
-    own = dict(random_seed=args.seed, sequence_length=args.seq_length, tokenizer=get_tokenizer())
-    own |= dict(blend=blend, blend_per_split=blend_per_split, path_to_cache=args.data_cache_path)
+    same = {
+        field.name: getattr(args, field.name)
+        for field in fields(kind)
+        if hasattr(args, field.name)
+    }
+    own = dict(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        tokenizer=get_tokenizer(),
+    )
+    own |= dict(
+        blend=blend, blend_per_split=blend_per_split, path_to_cache=args.data_cache_path
+    )
     return kind(**same | own | more)
 
 
-def build_datasets(kind: type, samples: list[int], builds: Callable[[], bool], config: Any) -> list[Any]:
-    """Training, validation and test datasets of a `kind`, on the ranks where `builds` is true.
+def build_datasets(
+    kind: type, samples: list[int], builds: Callable[[], bool], config: Any
+) -> list[Any]:
+    """Training, validation and test datasets of a `kind`, on the ranks where `builds`
+    is true.
 
-    Megatron counts all training batches with one size. With a batch schedule the run uses another number.
+    Megatron counts all training batches with one size. With a batch schedule the run
+    uses another number.
     """
     args = get_args()
     if args.step_batch_size_schedule is not None:

@@ -1,6 +1,8 @@
-"""The layers of --hybrid-layer-pattern without Transformer Engine: attention (*), MLPs (-) and experts (E).
+"""The layers of --hybrid-layer-pattern without Transformer Engine: attention (*), MLPs
+(-) and experts (E).
 
-Invariant: they are the halves of a GPT's local layers, so a pattern such as *-*- is a GPT.
+Invariant: they are the halves of a GPT's local layers, so a pattern such as *-*- is a
+GPT.
 """
 
 from __future__ import annotations
@@ -26,27 +28,41 @@ class LocalStack(HybridStack):
         self.post_layer_norm = True
         if self.post_process:
             norm = _halves(config).input_layernorm
-            self.final_norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+            self.final_norm = norm(
+                config=config,
+                hidden_size=config.hidden_size,
+                eps=config.layernorm_epsilon,
+            )
 
 
 def _halves(config: Any, experts: int | None = None) -> TransformerLayerSubmodules:
-    return get_gpt_layer_local_submodules(num_experts=experts, normalization=config.normalization)
+    return get_gpt_layer_local_submodules(
+        num_experts=experts, normalization=config.normalization
+    )
 
 
 def local_stack(config: Any) -> ModuleSpec:
-    """The specification of the layers, for Megatron's configuration of a transformer."""
+    """The specification of the layers, for Megatron's configuration of a
+    transformer."""
     dense, routed = _halves(config), _halves(config, config.num_moe_experts)
-    attention = dict(input_layernorm=dense.input_layernorm, self_attention=dense.self_attention)
+    attention = dict(
+        input_layernorm=dense.input_layernorm, self_attention=dense.self_attention
+    )
     mlp = dict(pre_mlp_layernorm=dense.pre_mlp_layernorm, mlp_bda=dense.mlp_bda)
 
     def layer(module: type, **parts: Any) -> ModuleSpec:
         names = dense.sharded_state_dict_keys_map
         return ModuleSpec(
-            module=module, submodules=TransformerLayerSubmodules(**parts, sharded_state_dict_keys_map=names)
+            module=module,
+            submodules=TransformerLayerSubmodules(
+                **parts, sharded_state_dict_keys_map=names
+            ),
         )
 
     layers = HybridStackSubmodules(
-        attention_layer=layer(TransformerLayer, **attention, self_attn_bda=dense.self_attn_bda),
+        attention_layer=layer(
+            TransformerLayer, **attention, self_attn_bda=dense.self_attn_bda
+        ),
         mlp_layer=layer(MLPLayer, **mlp, mlp=dense.mlp),
         moe_layer=layer(MoETransformerLayer, **mlp, mlp=routed.mlp),
     )

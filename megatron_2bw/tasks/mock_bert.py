@@ -1,7 +1,9 @@
-"""BERT samples without data: pairs of counting sequences, with masked words and sometimes swapped order.
+"""BERT samples without data: pairs of counting sequences, with masked words and
+sometimes swapped order.
 
-Invariant: a sample depends only on the seed, the split, its number and the sizes. The fields are those of Megatron's
-BERTMaskedWordPieceDataset. Both tasks can be learned: masked words from their neighbours, the order from the numbers.
+Invariant: a sample depends only on the seed, the split, its number and the sizes. The
+fields are those of Megatron's BERTMaskedWordPieceDataset. Both tasks can be learned:
+masked words from their neighbours, the order from the numbers.
 """
 
 from __future__ import annotations
@@ -19,8 +21,12 @@ class MockBertDataset(MegatronDataset):
 
     size = 100_000  # samples that --split deals out
 
-    def __init__(self, dataset: range, dataset_path, indices, num_samples, index_split, config):
-        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+    def __init__(
+        self, dataset: range, dataset_path, indices, num_samples, index_split, config
+    ):
+        super().__init__(
+            dataset, dataset_path, indices, num_samples, index_split, config
+        )
         self._words = config.tokenizer.vocab_size - WORDS
 
     @staticmethod
@@ -28,7 +34,9 @@ class MockBertDataset(MegatronDataset):
         return len(low_level_dataset)
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: None, config: BERTMaskedWordPieceDatasetConfig) -> range:
+    def build_low_level_dataset(
+        dataset_path: None, config: BERTMaskedWordPieceDatasetConfig
+    ) -> range:
         return range(MockBertDataset.size)
 
     def __len__(self) -> int:
@@ -36,9 +44,15 @@ class MockBertDataset(MegatronDataset):
 
     def __getitem__(self, idx: int) -> dict[str, int | numpy.ndarray]:
         config, length = self.config, self.config.sequence_length
-        random = numpy.random.default_rng([config.random_seed, self.index_split.value, int(idx)])
-        words = int(random.integers(max((length - SPECIAL) // 2, 2), length - SPECIAL + 1))
-        text = WORDS + (random.integers(self._words) + numpy.arange(words)) % self._words
+        random = numpy.random.default_rng(
+            [config.random_seed, self.index_split.value, int(idx)]
+        )
+        words = int(
+            random.integers(max((length - SPECIAL) // 2, 2), length - SPECIAL + 1)
+        )
+        text = (
+            WORDS + (random.integers(self._words) + numpy.arange(words)) % self._words
+        )
         swapped, types = 0, None
         if config.classification_head:
             first, second = numpy.split(text, [random.integers(1, words)])
@@ -49,13 +63,21 @@ class MockBertDataset(MegatronDataset):
             types = (numpy.arange(len(text)) > len(first) + 1).astype(numpy.int64)
         else:
             text = numpy.concatenate([[CLS], text, [SEP]])
-        chosen = (text >= WORDS) & (random.random(len(text)) < config.masking_probability)
+        chosen = (text >= WORDS) & (
+            random.random(len(text)) < config.masking_probability
+        )
         chosen[1] |= not chosen.any()
         fill = (0, length - len(text))
         return {
-            "text": numpy.pad(numpy.where(chosen, MASK, text), fill, constant_values=PAD),
-            "types": numpy.pad(numpy.zeros_like(text) if types is None else types, fill),
-            "labels": numpy.pad(numpy.where(chosen, text, -1), fill, constant_values=-1),
+            "text": numpy.pad(
+                numpy.where(chosen, MASK, text), fill, constant_values=PAD
+            ),
+            "types": numpy.pad(
+                numpy.zeros_like(text) if types is None else types, fill
+            ),
+            "labels": numpy.pad(
+                numpy.where(chosen, text, -1), fill, constant_values=-1
+            ),
             "is_random": swapped,
             "padding_mask": numpy.pad(numpy.ones_like(text), fill),
             "loss_mask": numpy.pad(chosen.astype(numpy.int64), fill),

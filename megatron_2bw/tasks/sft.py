@@ -1,9 +1,11 @@
-"""Conversations of megatron-2bw preprocess --task sft as samples of a GPT, by --sft-data.
+"""Conversations of megatron-2bw preprocess --task sft as samples of a GPT, by
+--sft-data.
 
-Invariant: sample k depends only on the dataset, the seed, the split and k: it is one whole conversation from its first
-token on, or with --sft-packed as many as fit, cut or padded to the sequence length. Each epoch has every conversation
-once, in an order of its own. The loss counts the targets; padding is never one, and no token attends to it but padding,
-or to another conversation.
+Invariant: sample k depends only on the dataset, the seed, the split and k: it is one
+whole conversation from its first token on, or with --sft-packed as many as fit, cut or
+padded to the sequence length. Each epoch has every conversation once, in an order of
+its own. The loss counts the targets; padding is never one, and no token attends to it
+but padding, or to another conversation.
 """
 
 from __future__ import annotations
@@ -22,22 +24,41 @@ from megatron_2bw.errors import UserError
 
 
 class SFTDataset(MegatronDataset):
-    """The conversations `indices` of a dataset; built by Megatron's BlendedMegatronDatasetBuilder."""
+    """The conversations `indices` of a dataset; built by Megatron's
+    BlendedMegatronDatasetBuilder."""
 
     packed = False
     build_low_level_dataset = staticmethod(GPTDataset.build_low_level_dataset)
     numel_low_level_dataset = staticmethod(GPTDataset.numel_low_level_dataset)
 
-    def __init__(self, dataset: IndexedDataset, dataset_path, indices, num_samples, index_split, config):
-        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        dataset_path,
+        indices,
+        num_samples,
+        index_split,
+        config,
+    ):
+        super().__init__(
+            dataset, dataset_path, indices, num_samples, index_split, config
+        )
         self._begun: list[numpy.ndarray] = []  # what `_begins` has found
         self._epoch, self._order = -1, numpy.zeros(0, int)
         length = config.sequence_length + 1
         cut = indices[dataset.sequence_lengths[indices] > length]
-        lost = sum(not (dataset.get(number, length=length) >= 0).any() for number in cut)
+        lost = sum(
+            not (dataset.get(number, length=length) >= 0).any() for number in cut
+        )
         if len(cut):
-            share = f"{len(cut):,} of {len(indices):,} conversations for {index_split.name} of {dataset_path}"
-            line = f"--seq-length {config.sequence_length} cuts {share}; {lost:,} have no target left"
+            share = (
+                f"{len(cut):,} of {len(indices):,} conversations for "
+                f"{index_split.name} of {dataset_path}"
+            )
+            line = (
+                f"--seq-length {config.sequence_length} cuts {share}; {lost:,} have "
+                "no target left"
+            )
             if lost == len(indices) and index_split == Split.train:
                 raise UserError(f"{line}: give a longer one")
             print_rank_0(f"> {line}")
@@ -46,8 +67,9 @@ class SFTDataset(MegatronDataset):
         return self.num_samples or len(self._begins(0))
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
-        """Tokens, labels, loss mask and positions, each [sequence]; the attention mask, where one is made, is
-        [1, sequence, sequence]. `idx` None: a sample that fills a batch and counts nothing."""
+        """Tokens, labels, loss mask and positions, each [sequence]; the attention mask,
+        where one is made, is [1, sequence, sequence]. `idx` None: a sample that fills a
+        batch and counts nothing."""
         config, length = self.config, self.config.sequence_length
         words = numpy.full(length + 1, ~0, numpy.int64)  # padding: token 0, no target
         end, starts = 0, numpy.zeros(length + 1, numpy.int64)
@@ -57,7 +79,10 @@ class SFTDataset(MegatronDataset):
             starts[end], end = end, end + held
         if self.packed:
             starts[end:][:1] = end
-        words, starts = torch.from_numpy(words), torch.from_numpy(numpy.maximum.accumulate(starts))[:length]
+        words, starts = (
+            torch.from_numpy(words),
+            torch.from_numpy(numpy.maximum.accumulate(starts))[:length],
+        )
         tokens = torch.where(words < 0, ~words, words)
         sample = {
             "tokens": tokens[:-1].contiguous(),
@@ -66,7 +91,9 @@ class SFTDataset(MegatronDataset):
             "position_ids": torch.arange(length) - starts,
         }
         if config.create_attention_mask:
-            sample["attention_mask"] = _hidden(length) | (starts[None, :, None] != starts[None, None, :])
+            sample["attention_mask"] = _hidden(length) | (
+                starts[None, :, None] != starts[None, None, :]
+            )
         return sample
 
     def _conversations(self, idx: int) -> numpy.ndarray:
@@ -81,7 +108,9 @@ class SFTDataset(MegatronDataset):
         return self.indices[self._order[begins[idx] : end]]
 
     def _shuffled(self, epoch: int) -> numpy.ndarray:
-        random = numpy.random.default_rng([self.config.random_seed, self.index_split.value, epoch])
+        random = numpy.random.default_rng(
+            [self.config.random_seed, self.index_split.value, epoch]
+        )
         return random.permutation(len(self.indices))
 
     def _begins(self, epoch: int) -> numpy.ndarray:

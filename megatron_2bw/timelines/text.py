@@ -1,8 +1,10 @@
-"""Writes events of a schedule as text, like the paper's figures: a row per stage, time to the right. Pure Python.
+"""Writes events of a schedule as text, like the paper's figures: a row per stage, time
+to the right. Pure Python.
 
-A forward is the microbatch's number, from 1, and blanks; a backward is the number and b's. Each ends in a space. A dot
-is time in which the stage waits, | a weight update, u the stage's time for an update that overlaps its batches. If
-stages hold several model chunks, a capital letter names the chunk.
+A forward is the microbatch's number, from 1, and blanks; a backward is the number and
+b's. Each ends in a space. A dot is time in which the stage waits, | a weight update, u
+the stage's time for an update that overlaps its batches. If stages hold several model
+chunks, a capital letter names the chunk.
 """
 
 from __future__ import annotations
@@ -28,8 +30,11 @@ class _Scale(NamedTuple):
         return round(time / self.unit * self.width)
 
 
-def render(events: list[Event], stages: int, columns: int = 160, versions: bool = False) -> str:
-    """The timeline of `events` (simulator.simulate) and a line with its length and the busy share of the stages.
+def render(
+    events: list[Event], stages: int, columns: int = 160, versions: bool = False
+) -> str:
+    """The timeline of `events` (simulator.simulate) and a line with its length and the
+    busy share of the stages.
 
     columns   maximum length of a line; the rest is cut, and a line says so
     versions  write the weights W(v) of each action below its stage
@@ -43,17 +48,35 @@ def render(events: list[Event], stages: int, columns: int = 160, versions: bool 
     length = min(end, room)
     lines = [("time".ljust(head) + _ruler(scale, length)).rstrip()]
     for stage, own in enumerate(by_stage(events, stages)):
-        lines.append(f"stage {stage}".ljust(head) + _row(own, scale, end, chunked)[:length])
+        lines.append(
+            f"stage {stage}".ljust(head) + _row(own, scale, end, chunked)[:length]
+        )
         if versions:
-            lines.append(("   W(v)".ljust(head) + _versions(own, scale, end)[:length]).rstrip())
+            lines.append(
+                ("   W(v)".ljust(head) + _versions(own, scale, end)[:length]).rstrip()
+            )
     if end > room:
         shown = room / scale.width * scale.unit
-        lines.append(f"cut at {columns} columns: time 0 to {shown:.4g} of {makespan(events):.4g} is shown")
+        lines.append(
+            f"cut at {columns} columns: time 0 to {shown:.4g} of {makespan(events):.4g} is shown"
+        )
     kinds = {event.action.kind for event in work}
     legend = [text for kind, text in LEGEND.items() if kind in kinds]
-    slow = any(event.action.kind == REDUCE and event.end > event.start for event in events)
-    legend += ["A, B, ... model chunk"] * chunked + [". idle", "| weight update"] + [f"{UPDATE} its time"] * slow
-    return "\n".join([*lines, ", ".join(legend), f"makespan {makespan(events):.6g}; {busy_words(events, stages)}"])
+    slow = any(
+        event.action.kind == REDUCE and event.end > event.start for event in events
+    )
+    legend += (
+        ["A, B, ... model chunk"] * chunked
+        + [". idle", "| weight update"]
+        + [f"{UPDATE} its time"] * slow
+    )
+    return "\n".join(
+        [
+            *lines,
+            ", ".join(legend),
+            f"makespan {makespan(events):.6g}; {busy_words(events, stages)}",
+        ]
+    )
 
 
 def busy_words(events: list[Event], stages: int) -> str:
@@ -62,10 +85,12 @@ def busy_words(events: list[Event], stages: int) -> str:
 
 
 def busy(events: list[Event], stages: int) -> tuple[float, bool]:
-    """(share of time in which the stages run forwards and backwards, whether it is of the steady state).
+    """(share of time in which the stages run forwards and backwards, whether it is of
+    the steady state).
 
-    The steady state is the batches, from one reduction's start to the next, in which a stage runs as many forwards as
-    backwards. If a stage has no such batch, as in a run of one batch, the share is of the whole run.
+    The steady state is the batches, from one reduction's start to the next, in which a
+    stage runs as many forwards as backwards. If a stage has no such batch, as in a run
+    of one batch, the share is of the whole run.
     """
     windows = [_windows(own) for own in by_stage(events, stages)]
     steady = all(windows)
@@ -92,14 +117,18 @@ def _windows(events: list[Event]) -> list[tuple[float, float]]:
 
 
 def _scale(work: list[Event], chunked: bool) -> _Scale:
-    """The unit is the largest step that divides the times of all actions, or without one the shortest action. Wide
-    enough for the label of every action, a backward's mark and a space."""
+    """The unit is the largest step that divides the times of all actions, or without
+    one the shortest action. Wide enough for the label of every action, a backward's
+    mark and a space."""
     timed = [event for event in work if event.end > event.start]
     unit = min((event.end - event.start for event in timed), default=1.0)
     parts = next((k for k in range(1, 5) if _divides(unit / k, timed)), None)
-    unit, spare = unit / (parts or 1), 0 if parts else 1  # a rounded place may cost one character
+    # a rounded place may cost one character
+    unit, spare = unit / (parts or 1), 0 if parts else 1
     needs = [
-        ceil((len(label(event, chunked)) + (event.action.kind != F) + 1 + spare) / cells)
+        ceil(
+            (len(label(event, chunked)) + (event.action.kind != F) + 1 + spare) / cells
+        )
         for event in timed
         if (cells := round((event.end - event.start) / unit, 6)) >= 1
     ]
@@ -113,7 +142,9 @@ def _divides(unit: float, events: list[Event]) -> bool:
 
 def label(event: Event, chunked: bool) -> str:
     """The microbatch's number, from 1, and its chunk's letter."""
-    return str(event.action.microbatch + 1) + (chr(ord("A") + event.action.chunk) if chunked else "")
+    return str(event.action.microbatch + 1) + (
+        chr(ord("A") + event.action.chunk) if chunked else ""
+    )
 
 
 def _row(events: list[Event], scale: _Scale, columns: int, chunked: bool) -> str:
@@ -132,7 +163,8 @@ def _row(events: list[Event], scale: _Scale, columns: int, chunked: bool) -> str
 
 
 def _bar(event: Event, length: int, chunked: bool) -> str:
-    """The characters of an action: its number, its kind's mark, and a space; without room for these, marks."""
+    """The characters of an action: its number, its kind's mark, and a space; without
+    room for these, marks."""
     number, fill = label(event, chunked), FILL[event.action.kind]
     if length <= len(number + fill.strip()):
         return (fill.strip() or "f") * length
@@ -150,7 +182,12 @@ def _versions(events: list[Event], scale: _Scale, columns: int) -> str:
 
 def _ruler(scale: _Scale, length: int) -> str:
     """Times at round multiples of the unit, at least ten characters apart."""
-    apart = next(step for power in range(12) for k in (1, 2, 5) if (step := k * 10**power) * scale.width >= 10)
+    apart = next(
+        step
+        for power in range(12)
+        for k in (1, 2, 5)
+        if (step := k * 10**power) * scale.width >= 10
+    )
     row = ""
     for place in range(0, -(-length // scale.width), apart):
         text = f"{place * scale.unit:.4g}"

@@ -1,6 +1,8 @@
-"""Builds the stand-in for CUDA, device.cpp, for the installed torch; and the environment that puts it before torch.
+"""Builds the stand-in for CUDA, device.cpp, for the installed torch; and the
+environment that puts it before torch.
 
-Every symbol of CUDA's runtime and driver, cuBLAS and NCCL that torch imports and device.cpp lacks returns 0: success.
+Every symbol of CUDA's runtime and driver, cuBLAS and NCCL that torch imports and
+device.cpp lacks returns 0: success.
 """
 
 from __future__ import annotations
@@ -17,7 +19,12 @@ from filelock import FileLock
 
 HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build" / "device"
-LIBRARIES = ("libtorch_cuda.so", "libc10_cuda.so", "libtorch_python.so", "libtorch_cpu.so")
+LIBRARIES = (
+    "libtorch_cuda.so",
+    "libc10_cuda.so",
+    "libtorch_python.so",
+    "libtorch_cpu.so",
+)
 NAMES = re.compile(r"(__cuda|cuda[A-Z]|cu[A-Z](?!pti)|cublas|nccl)")
 
 
@@ -27,11 +34,16 @@ def missing() -> str | None:
         return "g++ is not installed"
     if not (_torch() / "lib" / "libtorch_cuda.so").exists():
         return "torch has no CUDA build here"
-    return None if (_nvidia() / "nccl" / "include").is_dir() else "torch's wheels bring no headers here"
+    return (
+        None
+        if (_nvidia() / "nccl" / "include").is_dir()
+        else "torch's wheels bring no headers here"
+    )
 
 
 def environment() -> dict[str, str]:
-    """The variables of a process that computes on the stand-in, with eight devices and without compiled kernels."""
+    """The variables of a process that computes on the stand-in, with eight devices and
+    without compiled kernels."""
     library = build()
     paths = {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(library.parent)}
     return paths | {"DEVICE_GPUS": "8", "TORCHDYNAMO_DISABLE": "1"}
@@ -41,7 +53,9 @@ def environment() -> dict[str, str]:
 def build() -> Path:
     """The library, built once for a torch and a source."""
     key = hashlib.sha256(
-        (HERE / "device.cpp").read_bytes() + Path(__file__).read_bytes() + str(_torch()).encode()
+        (HERE / "device.cpp").read_bytes()
+        + Path(__file__).read_bytes()
+        + str(_torch()).encode()
     ).hexdigest()
     folder = BUILD / key[:16]
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,26 +67,55 @@ def build() -> Path:
 
 
 def _build(folder: Path, library: Path) -> None:
-    includes = [HERE / "include", _nvidia() / "cu13" / "include", _nvidia() / "nccl" / "include"]
-    compiler = ["g++", "-std=c++20", "-O1", "-fPIC", *(f"-I{path}" for path in includes)]
+    includes = [
+        HERE / "include",
+        _nvidia() / "cu13" / "include",
+        _nvidia() / "nccl" / "include",
+    ]
+    compiler = [
+        "g++",
+        "-std=c++20",
+        "-O1",
+        "-fPIC",
+        *(f"-I{path}" for path in includes),
+    ]
     _run(*compiler, "-c", HERE / "device.cpp", "-o", folder / "device.o")
-    have = set(_run("nm", "--defined-only", "--format=just-symbols", folder / "device.o").split())
+    have = set(
+        _run(
+            "nm", "--defined-only", "--format=just-symbols", folder / "device.o"
+        ).split()
+    )
     wanted = {
         symbol.partition("@")[0]
         for path in LIBRARIES
-        for symbol in _run("nm", "-D", "-u", "--format=just-symbols", _torch() / "lib" / path).split()
+        for symbol in _run(
+            "nm", "-D", "-u", "--format=just-symbols", _torch() / "lib" / path
+        ).split()
     }
     names = sorted(name for name in wanted - have if NAMES.match(name))
-    (folder / "rest.cpp").write_text("".join(f'extern "C" long {name}() {{ return 0; }}\n' for name in names))
+    (folder / "rest.cpp").write_text(
+        "".join(f'extern "C" long {name}() {{ return 0; }}\n' for name in names)
+    )
     _run(*compiler, "-c", folder / "rest.cpp", "-o", folder / "rest.o")
     part = library.with_suffix(".part")
-    _run("g++", "-shared", "-Wl,-soname,libcuda.so.1", folder / "device.o", folder / "rest.o", "-ldl", "-o", part)
+    _run(
+        "g++",
+        "-shared",
+        "-Wl,-soname,libcuda.so.1",
+        folder / "device.o",
+        folder / "rest.o",
+        "-ldl",
+        "-o",
+        part,
+    )
     (folder / "libnvidia-ml.so.1").symlink_to(library.name)
     part.rename(library)
 
 
 def _run(*words: object) -> str:
-    return subprocess.run([*map(str, words)], check=True, stdout=subprocess.PIPE, text=True).stdout
+    return subprocess.run(
+        [*map(str, words)], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""How many lines of a training and of gpu-check that name CUDA or NCCL ran in `make test-device`, and which did not."""
+"""How many lines of a training and of gpu-check that name CUDA or NCCL ran in `make
+test-device`, and which did not."""
 
 from __future__ import annotations
 
@@ -13,10 +14,15 @@ import coverage
 import megatron_2bw
 
 ROOMS = "core", "mcore", "tasks", "checkpoints", "start", "flags", "gpu_check"
-DEVICE = re.compile(r"\w*(cuda|nccl|occupies_device)\w*|[\"'](cuda|nccl)[\"']", re.IGNORECASE)
+DEVICE = re.compile(
+    r"\w*(cuda|nccl|occupies_device)\w*|[\"'](cuda|nccl)[\"']", re.IGNORECASE
+)
 NOT_RUN = {  # the file, a word of the line: why it does not run there
     ("core/pipeline.py", "WARM_UP"): "it is of loops other than Megatron's",
-    ("gpu_check/rows.py", "overhead"): "times mean nothing there, and the row takes minutes",
+    (
+        "gpu_check/rows.py",
+        "overhead",
+    ): "times mean nothing there, and the row takes minutes",
     ("gpu_check/runner.py", "SKIPPED"): "no row that needs a package is asked for",
     ("start/doctor.py", "NOTE"): "it is of hosts without a GPU",
 }
@@ -30,15 +36,32 @@ def main() -> int:
         for path in sorted((Path(megatron_2bw.__file__).parent / room).rglob("*.py")):
             _, statements, _, not_run, _ = data.analysis2(str(path))
             lines = path.read_text().splitlines()
-            tokens = tokenize.generate_tokens(iter([f"{line}\n" for line in lines]).__next__)
-            named = {token.start[0] for token in tokens if DEVICE.fullmatch(token.string)}
+            tokens = tokenize.generate_tokens(
+                iter([f"{line}\n" for line in lines]).__next__
+            )
+            named = {
+                token.start[0] for token in tokens if DEVICE.fullmatch(token.string)
+            }
             for first in {statements[bisect(statements, line) - 1] for line in named}:
                 run += first not in not_run
-                missing |= {(f"{room}/{path.name}", lines[first - 1].strip())} if first in not_run else set()
-    print(f"Of {run + len(missing)} statements that name CUDA or NCCL {run} ran on the stand-in. Not:")
+                missing |= (
+                    {(f"{room}/{path.name}", lines[first - 1].strip())}
+                    if first in not_run
+                    else set()
+                )
+    print(
+        f"Of {run + len(missing)} statements that name CUDA or NCCL {run} ran on the stand-in. Not:"
+    )
     unknown = 0
     for place, line in sorted(missing):
-        why = next((why for (file, word), why in NOT_RUN.items() if file == place and word in line), None)
+        why = next(
+            (
+                why
+                for (file, word), why in NOT_RUN.items()
+                if file == place and word in line
+            ),
+            None,
+        )
         unknown += why is None
         print(f"  {place}: {line}  # {why or 'NO REASON IS KNOWN'}")
     return unknown

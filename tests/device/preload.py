@@ -1,4 +1,5 @@
-"""The server of ranks that compute on the stand-in: as any on GPUs, and the host computes what kernels would."""
+"""The server of ranks that compute on the stand-in: as any on GPUs, and the host
+computes what kernels would."""
 
 import megatron_2bw.start.preload  # noqa: F401
 from tests.device import values

@@ -1,7 +1,9 @@
-"""What kernels would compute, computed by the host: each operation of torch on the stand-in runs twice.
+"""What kernels would compute, computed by the host: each operation of torch on the
+stand-in runs twice.
 
-First as CUDA's, whose launches, allocations and waits are real calls and whose kernels compute nothing; then as the
-CPU's on the same memory. So the device's tensors have the CPU's bits, in every thread and stream.
+First as CUDA's, whose launches, allocations and waits are real calls and whose kernels
+compute nothing; then as the CPU's on the same memory. So the device's tensors have the
+CPU's bits, in every thread and stream.
 """
 
 from __future__ import annotations
@@ -14,10 +16,35 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 # They only look at memory or move it, and move it here too.
-SAME = {"as_strided", "view", "_local_scalar_dense", "empty", "empty_strided", "set_", "resize_", "record_stream"}
-SAME |= {"is_pinned", "_pin_memory", "unfold", "view_as_real", "view_as_complex", "_reshape_alias", "is_set_to"}
-# Computed by the host alone: the sizes of their results depend on the values; torch takes no boxed call of the last.
-BY_VALUE = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave"}
+SAME = {
+    "as_strided",
+    "view",
+    "_local_scalar_dense",
+    "empty",
+    "empty_strided",
+    "set_",
+    "resize_",
+    "record_stream",
+}
+SAME |= {
+    "is_pinned",
+    "_pin_memory",
+    "unfold",
+    "view_as_real",
+    "view_as_complex",
+    "_reshape_alias",
+    "is_set_to",
+}
+# Computed by the host alone: the sizes of their results depend on the values; torch
+# takes no boxed call of the last.
+BY_VALUE = {
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "repeat_interleave",
+}
 BY_VALUE |= {"pow.Scalar"}
 
 
@@ -25,13 +52,22 @@ def _softmax(x: Tensor, dim: int, to_float: bool) -> Tensor:
     return torch.ops.aten._softmax(x.float() if to_float else x, dim, False)
 
 
-def _softmax_backward(gradient: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return torch.ops.aten._softmax_backward_data(gradient, output, dim, gradient.dtype).to(dtype)
+def _softmax_backward(
+    gradient: Tensor, output: Tensor, dim: int, dtype: torch.dtype
+) -> Tensor:
+    return torch.ops.aten._softmax_backward_data(
+        gradient, output, dim, gradient.dtype
+    ).to(dtype)
 
 
-def _layer_norm_backward(gradient: Tensor, x: Tensor, shape, mean: Tensor, deviation: Tensor, *more):
-    mean, deviation = mean.to(x.dtype), deviation.to(x.dtype)  # the CPU's forward has them so
-    return torch.ops.aten.native_layer_norm_backward(gradient, x, shape, mean, deviation, *more)
+def _layer_norm_backward(
+    gradient: Tensor, x: Tensor, shape, mean: Tensor, deviation: Tensor, *more
+):
+    # the CPU's forward has them so
+    mean, deviation = mean.to(x.dtype), deviation.to(x.dtype)
+    return torch.ops.aten.native_layer_norm_backward(
+        gradient, x, shape, mean, deviation, *more
+    )
 
 
 # CUDA's alone take 16-bit floats and 32-bit ones together.
@@ -39,7 +75,8 @@ MIXED = {
     "_softmax": _softmax,
     "_softmax_backward_data": _softmax_backward,
     "native_layer_norm_backward": _layer_norm_backward,
-    "_fused_rms_norm_backward": torch._decomp.decompositions._fused_rms_norm_backward,  # the CPU has none
+    # the CPU has none
+    "_fused_rms_norm_backward": torch._decomp.decompositions._fused_rms_norm_backward,
 }
 
 _host = ctypes.CDLL(None)
@@ -50,7 +87,10 @@ def install() -> None:
     """For all operations of this process, and those that are forked from it."""
     library = torch.library.Library("aten", "IMPL")
     kept.append(library)
-    _host.device_host.argtypes, _host.device_host.restype = [ctypes.c_void_p], ctypes.c_void_p
+    _host.device_host.argtypes, _host.device_host.restype = (
+        [ctypes.c_void_p],
+        ctypes.c_void_p,
+    )
     names = torch._C._dispatch_get_all_op_names()
     for name in (name for name in names if name.startswith("aten::")):
         short, _, overload = name.removeprefix("aten::").partition(".")
@@ -58,7 +98,10 @@ def install() -> None:
         if short in SAME or not (own or short == "copy_"):
             continue
         operation = getattr(getattr(torch.ops.aten, short), overload or "default")
-        if any(each.alias_info and not each.alias_info.is_write for each in operation._schema.returns):
+        if any(
+            each.alias_info and not each.alias_info.is_write
+            for each in operation._schema.returns
+        ):
             continue  # a view
         library.impl(
             name.removeprefix("aten::"),
@@ -71,25 +114,46 @@ def install() -> None:
 
 def _twice(operation, short: str, overload: str):
     real = torch.library.get_kernel(operation, "CUDA")
-    writes = any(each.alias_info and each.alias_info.is_write for each in operation._schema.arguments)
+    writes = any(
+        each.alias_info and each.alias_info.is_write
+        for each in operation._schema.arguments
+    )
 
-    tensors = [place for place, each in enumerate(operation._schema.arguments) if str(each.type) == "Tensor"]
+    tensors = [
+        place
+        for place, each in enumerate(operation._schema.arguments)
+        if str(each.type) == "Tensor"
+    ]
     packet = getattr(torch.ops.aten, short)
     compute = operation if overload else MIXED.get(short, operation)
 
     def kernel(keys, *args, **kwargs):
         if short in BY_VALUE or f"{short}.{overload}" in BY_VALUE:
-            return tree_map(_to_device, operation(*tree_map(on_host, args), **tree_map(on_host, kwargs)))
-        numbers = [place for place in tensors if place < len(args) and isinstance(args[place], int | float)]
-        typed = [_tensor(each, args) if place in numbers else each for place, each in enumerate(args)]
+            return tree_map(
+                _to_device,
+                operation(*tree_map(on_host, args), **tree_map(on_host, kwargs)),
+            )
+        numbers = [
+            place
+            for place in tensors
+            if place < len(args) and isinstance(args[place], int | float)
+        ]
+        typed = [
+            _tensor(each, args) if place in numbers else each
+            for place, each in enumerate(args)
+        ]
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         state = generator.initial_seed(), generator.get_offset()
         result = real.call_boxed(keys, *typed, **kwargs)
         drawn = generator.get_offset() != state[1]
         with _drawing_from(state) if drawn else contextlib.nullcontext():
-            found = (packet if numbers else compute)(*tree_map(on_host, args), **tree_map(on_host, kwargs))
+            found = (packet if numbers else compute)(
+                *tree_map(on_host, args), **tree_map(on_host, kwargs)
+            )
         if not writes:
-            for device, host in zip(tree_leaves(result), tree_leaves(found), strict=True):
+            for device, host in zip(
+                tree_leaves(result), tree_leaves(found), strict=True
+            ):
                 if isinstance(device, Tensor) and device.numel():
                     on_host(device).copy_(host)
         return result
@@ -110,22 +174,32 @@ def _drawing_from(state: tuple[int, int]):
 
 
 def on_host(value):
-    """A tensor of the CPU on the memory of a tensor of the device; other values as they are."""
+    """A tensor of the CPU on the memory of a tensor of the device; other values as they
+    are."""
     if isinstance(value, torch.device) and value.type == "cuda":
         return torch.device("cpu")
     if not isinstance(value, Tensor) or not value.is_cuda:
         return value
     storage = value.untyped_storage()
     if not storage.nbytes():
-        return torch.empty(value.shape, dtype=value.dtype).as_strided(value.shape, value.stride())
-    memory = (ctypes.c_char * storage.nbytes()).from_address(_host.device_host(storage.data_ptr()))
+        return torch.empty(value.shape, dtype=value.dtype).as_strided(
+            value.shape, value.stride()
+        )
+    memory = (ctypes.c_char * storage.nbytes()).from_address(
+        _host.device_host(storage.data_ptr())
+    )
     flat = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    return torch.empty((), dtype=value.dtype).set_(flat, value.storage_offset(), value.shape, value.stride())
+    return torch.empty((), dtype=value.dtype).set_(
+        flat, value.storage_offset(), value.shape, value.stride()
+    )
 
 
 def _tensor(number: float, args) -> Tensor:
-    """A number as a tensor, of the type that it would have beside the tensors of `args`."""
-    found = torch.result_type(next(each for each in args if isinstance(each, Tensor)), number)
+    """A number as a tensor, of the type that it would have beside the tensors of
+    `args`."""
+    found = torch.result_type(
+        next(each for each in args if isinstance(each, Tensor)), number
+    )
     return torch.tensor(number, dtype=found)
 
 

@@ -1,9 +1,11 @@
-"""A program for the environment of `make oracles`: megatron-bridge converts the models of the named folders.
+"""A program for the environment of `make oracles`: megatron-bridge converts the models
+of the named folders.
 
-Each folder holds a model of Hugging Face as `hf` and our import of it as `unpadded`. The program imports nothing of
-this project, and writes into the folder
+Each folder holds a model of Hugging Face as `hf` and our import of it as `unpadded`.
+The program imports nothing of this project, and writes into the folder
 
-- theirs.pt: the parameters of Bridge's import of `hf`, by Megatron's names, and the sizes that Bridge gives the model;
+- theirs.pt: the parameters of Bridge's import of `hf`, by Megatron's names, and the
+  sizes that Bridge gives the model;
 - ours.pt: the parameters that Bridge's model reads from `unpadded`;
 - back.pt: Bridge's export of those.
 """
@@ -24,18 +26,22 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 ABSENT = (
-    "apply_rope_fusion bias_activation_fusion bias_dropout_fusion gradient_accumulation_fusion masked_softmax_fusion "
+    "apply_rope_fusion bias_activation_fusion bias_dropout_fusion "
+    "gradient_accumulation_fusion masked_softmax_fusion "
     "moe_grouped_gemm moe_permute_fusion persist_layer_norm"
 ).split()  # what a CPU has not
 SIZES = (
-    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels layernorm_epsilon "
-    "normalization rotary_base qk_layernorm add_qkv_bias add_bias_linear vocab_size moe_router_topk "
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups "
+    "kv_channels layernorm_epsilon "
+    "normalization rotary_base qk_layernorm add_qkv_bias add_bias_linear "
+    "vocab_size moe_router_topk "
     "moe_router_pre_softmax"
 ).split()
 
 
 class _Class(type):
-    """A class of Transformer Engine, and the classes in it, which Bridge names as bases and types at import."""
+    """A class of Transformer Engine, and the classes in it, which Bridge names as bases
+    and types at import."""
 
     def __getattr__(cls, name: str) -> type:
         if name.startswith("__"):
@@ -51,7 +57,11 @@ class _TransformerEngine(ModuleType):
 
     @classmethod
     def find_spec(cls, name: str, *_: Any) -> ModuleSpec | None:
-        return ModuleSpec(name, cls, is_package=True) if name.split(".")[0] == "transformer_engine" else None
+        return (
+            ModuleSpec(name, cls, is_package=True)
+            if name.split(".")[0] == "transformer_engine"
+            else None
+        )
 
     @classmethod
     def create_module(cls, spec: ModuleSpec) -> ModuleType:
@@ -65,16 +75,22 @@ def model_of(provider: Any) -> GPTModel:
     for name in ABSENT:
         setattr(provider, name, False)
     provider.transformer_layer_spec = get_gpt_layer_local_spec(
-        provider.num_moe_experts, qk_layernorm=provider.qk_layernorm, normalization=provider.normalization
+        provider.num_moe_experts,
+        qk_layernorm=provider.qk_layernorm,
+        normalization=provider.normalization,
     )
-    provider.use_cpu_initialization, provider.moe_token_dispatcher_type = True, "allgather"
+    provider.use_cpu_initialization, provider.moe_token_dispatcher_type = (
+        True,
+        "allgather",
+    )
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     provider.finalize()
     return provider.provide()
 
 
 def rename_norms(model: GPTModel) -> None:
-    """As in Transformer Engine's fused layers: Bridge's tables for most families have no other names."""
+    """As in Transformer Engine's fused layers: Bridge's tables for most families have
+    no other names."""
     for layer in model.decoder.layers:
         layer.self_attention.linear_qkv.layer_norm_weight = layer.input_layernorm.weight
         del layer.input_layernorm
@@ -94,13 +110,21 @@ def convert(folder: Path) -> None:
     rename_norms(theirs)
     bridge.load_hf_weights([theirs])
     names = [*SIZES, *["rope_scaling_factor"] * provider.rope_scaling]
-    torch.save((weights, {name: getattr(provider, name) for name in names}), folder / "theirs.pt")
+    torch.save(
+        (weights, {name: getattr(provider, name) for name in names}),
+        folder / "theirs.pt",
+    )
 
-    read = dist_checkpointing.load({"model": ours.sharded_state_dict()}, str(folder / "unpadded" / "release"))
+    read = dist_checkpointing.load(
+        {"model": ours.sharded_state_dict()}, str(folder / "unpadded" / "release")
+    )
     ours.load_state_dict(read["model"])
     torch.save(dict(ours.named_parameters()), folder / "ours.pt")
     rename_norms(ours)
-    torch.save(dict(bridge.export_hf_weights([ours], cpu=True, show_progress=False)), folder / "back.pt")
+    torch.save(
+        dict(bridge.export_hf_weights([ours], cpu=True, show_progress=False)),
+        folder / "back.pt",
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
-"""Random legal configurations of both entry scripts, and what must hold for each of them without a reference.
+"""Random legal configurations of both entry scripts, and what must hold for each of
+them without a reference.
 
     python -m tests.distributed.draws --minutes 60
-    python -m tests.distributed.draws --case '{"check": "depth", "base": {...}, "change": {...}}'
+    python -m tests.distributed.draws --case '{"check": "depth", "base": {...},
+    "change": {...}}'
 
-A draw is two command lines: a base and the base with a change, and a check names what they must have in common. The
-command line's own rules say which draws are legal; the others are drawn again, and counted.
+A draw is two command lines: a base and the base with a change, and a check names what
+they must have in common. The command line's own rules say which draws are legal; the
+others are drawn again, and counted.
 
-Differences are bitwise, but for `rounding`: other additions of gradients (tied embeddings over stages, tensor ranks,
-pipelines, larger microbatches) or of the norm's squares (clipping over other stages or shards).
+Differences are bitwise, but for `rounding`: other additions of gradients (tied
+embeddings over stages, tensor ranks, pipelines, larger microbatches) or of the norm's
+squares (clipping over other stages or shards).
 """
 
 from __future__ import annotations
@@ -36,7 +40,8 @@ from megatron_2bw.local_ranks import WorldError, run_world
 from tests.distributed.compare import UNTIED
 from tests.distributed.training import BERT, TINY, Run, full_weights, train
 
-# Flags and their values as typed, and three words of our own: task, width and microbatches. None takes a flag away.
+# Flags and their values as typed, and three words of our own: task, width and
+# microbatches. None takes a flag away.
 Config = dict[str, Any]
 
 STAGES, TENSOR = "--pipeline-model-parallel-size", "--tensor-model-parallel-size"
@@ -78,7 +83,10 @@ KINDS = """
 0.3 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1
 0.3 --mtp-num-layers 1 --position-embedding-type rope
 0.2 --hybrid-layer-pattern *-*-*-*- --num-layers None | --hybrid-layer-pattern *E*-*E*- --num-layers None"""
-LORA = ("--lora-rank 4", "--lora-rank 2 --lora-alpha 1 --lora-targets linear_qkv linear_fc2")
+LORA = (
+    "--lora-rank 4",
+    "--lora-rank 2 --lora-alpha 1 --lora-targets linear_qkv linear_fc2",
+)
 DROPOUT = "0.4 --hidden-dropout 0.1 --attention-dropout 0.1 | --hidden-dropout 0.3"
 # What must not change a bit, but for clipping with the distributed optimizer.
 NEUTRAL = f"""
@@ -94,7 +102,10 @@ NEUTRAL = f"""
 0.2 --two-bw-trace {{folder}}/trace | --tensorboard-dir {{folder}}/board | --log-params-norm | --log-throughput
 0.2 --log-num-zeros-in-grad | --manual-gc | --num-workers 1 | --exit-signal-handler
 0.2 --timing-log-level 2 --no-barrier-with-level-1-timing | --no-check-for-nan-in-loss-and-grad"""
-CHECKS = "again width tensor microbatch-size double-batch megatron megatron kill kill resized resized".split()
+CHECKS = (
+    "again width tensor microbatch-size double-batch megatron megatron kill kill "
+    "resized resized"
+).split()
 RESUMED = ("resume", "resized")  # resized: at other sizes
 CHECKS += ["depth"] * 3 + ["neutral"] * 4 + ["resume"] * 4
 
@@ -110,7 +121,11 @@ class Draw:
 def config(text: str) -> Config:
     """Of a text such as "--bf16 --clip-grad 0"."""
     parts = [part.split() for part in re.split(r"(?=--)", text)]
-    return {words[0]: None if words[1:] == ["None"] else " ".join(words[1:]) for words in parts if words}
+    return {
+        words[0]: None if words[1:] == ["None"] else " ".join(words[1:])
+        for words in parts
+        if words
+    }
 
 
 def some(draw: random.Random, table: str, often: float = 1.0) -> Config:
@@ -136,23 +151,42 @@ def ranks(one: Config) -> int:
 def new_draw(draw: random.Random) -> Draw:
     """Legal or not."""
     check = draw.choice(CHECKS)
-    schedule = draw.choice(FLUSH if check == "megatron" else ("2bw",) * 8 + (*FLUSH, "pipedream", "megatron"))
-    base = {"task": draw.choice(("gpt", "gpt", "bert")), "--pipeline-schedule": schedule}
+    schedule = draw.choice(
+        FLUSH
+        if check == "megatron"
+        else ("2bw",) * 8 + (*FLUSH, "pipedream", "megatron")
+    )
+    base = {
+        "task": draw.choice(("gpt", "gpt", "bert")),
+        "--pipeline-schedule": schedule,
+    }
     base |= {STAGES: draw.choice((1, 2, 2, 3, 4)), "microbatches": draw.randint(1, 6)}
     base |= {TENSOR: 2} if draw.random() < 0.2 or check == "tensor" else {}
     base |= {"width": 2} if draw.random() < 0.3 or check == "width" else {}
     base |= some(draw, MODEL) | some(draw, RULE) | some(draw, NEUTRAL, 0.4)
-    if check in ("again", "neutral", "megatron", "resume", "kill"):  # else the masks are others
+    # else the masks are others
+    if check in ("again", "neutral", "megatron", "resume", "kill"):
         base |= some(draw, DROPOUT)
     if base["task"] == "gpt" and draw.random() < 0.4:
         base |= some(draw, KINDS)
-        base = base if "--num-experts" in base else without(base, *re.findall(r"--moe-[\w-]+|--expert-[\w-]+", KINDS))
+        base = (
+            base
+            if "--num-experts" in base
+            else without(base, *re.findall(r"--moe-[\w-]+|--expert-[\w-]+", KINDS))
+        )
     if draw.random() < 0.2:
         base |= config(f"--lora-base {{folder}}/base {draw.choice(LORA)}")
     microbatches, often = base["microbatches"], draw.randint(1, 5)
-    depth = {STAGES: draw.choice((1, 2, 3, 4))}  # and without what goes with a number of stages
-    depth |= {flag: None for flag in base if flag.endswith("-pipeline-num-layers") or flag == "--two-bw-extra-warmup"}
-    saved = config(f"--save {{folder}}/saved --save-interval {often} {draw.choice(FORMATS)}")
+    # and without what goes with a number of stages
+    depth = {STAGES: draw.choice((1, 2, 3, 4))}
+    depth |= {
+        flag: None
+        for flag in base
+        if flag.endswith("-pipeline-num-layers") or flag == "--two-bw-extra-warmup"
+    }
+    saved = config(
+        f"--save {{folder}}/saved --save-interval {often} {draw.choice(FORMATS)}"
+    )
     change: Config = {}
     match check:
         case "depth":
@@ -163,56 +197,116 @@ def new_draw(draw: random.Random) -> Draw:
         case "megatron":
             change = {"--pipeline-schedule": "megatron", "--two-bw-trace": None}
         case "width":
-            change = {"width": 1, "microbatches": 2 * microbatches, "--expert-model-parallel-size": None}
+            change = {
+                "width": 1,
+                "microbatches": 2 * microbatches,
+                "--expert-model-parallel-size": None,
+            }
         case "tensor":
             base = without(base, "--swiglu")  # its two halves lie in one matrix
             change = {TENSOR: None}
-        case "microbatch-size":  # a BERT's microbatches have masked words of different numbers
-            base |= {"task": "gpt", "microbatches": 2 * microbatches, "--micro-batch-size": 2}
+        # a BERT's microbatches have masked words of different numbers
+        case "microbatch-size":
+            base |= {
+                "task": "gpt",
+                "microbatches": 2 * microbatches,
+                "--micro-batch-size": 2,
+            }
             change = {"microbatches": microbatches, "--micro-batch-size": 4}
         case "double-batch":  # batches 0 and 1 of 2bw both run on W(0)
-            base = without(base, *re.findall(r"--[\w-]+", RULE)) | {"--pipeline-schedule": "2bw", "--train-iters": 2}
-            base |= config("--optimizer sgd --sgd-momentum 0 --weight-decay 0 --clip-grad 0 --lr 0.05")
+            base = without(base, *re.findall(r"--[\w-]+", RULE)) | {
+                "--pipeline-schedule": "2bw",
+                "--train-iters": 2,
+            }
+            base |= config(
+                "--optimizer sgd --sgd-momentum 0 --weight-decay 0 --clip-grad 0 --lr 0.05"
+            )
             base |= config("--lr-decay-style constant --lr-warmup-iters 0")
             change = {"--train-iters": 1, "microbatches": 2 * microbatches, "--lr": 0.1}
         case "resume" | "resized":
             base = without(base, *config(ASYNC), "--ckpt-format") | saved
-            change = dict.fromkeys(("--save", "--save-interval", *config(ASYNC))) | {"--load": "{folder}/saved"}
+            change = dict.fromkeys(("--save", "--save-interval", *config(ASYNC))) | {
+                "--load": "{folder}/saved"
+            }
             if check == "resized":
                 base = without(base, "--ckpt-format")
                 change |= depth | {TENSOR: draw.choice((None, None, 2))}
         case "kill":
-            base = without(base, *config(ASYNC), "--ckpt-format") | saved | {"--load": "{folder}/saved"}
+            base = (
+                without(base, *config(ASYNC), "--ckpt-format")
+                | saved
+                | {"--load": "{folder}/saved"}
+            )
             base |= {"--train-iters": 20}
-    return Draw(check, base, change, round(draw.random(), 3) if check == "kill" else often)
+    return Draw(
+        check, base, change, round(draw.random(), 3) if check == "kill" else often
+    )
 
 
 def words(one: Config, folder: Path) -> list[str]:
     """The command line; a BERT's begins with its script, as `train` takes it."""
-    flags = TINY | {flag: value for flag, value in one.items() if flag.startswith("--")} | {"--mock-data": ""}
+    flags = (
+        TINY
+        | {flag: value for flag, value in one.items() if flag.startswith("--")}
+        | {"--mock-data": ""}
+    )
     samples = size(one, "microbatches") * size(one, "width")
     flags |= {"--global-batch-size": samples * int(flags["--micro-batch-size"])}
-    text = " ".join(f"{flag} {value}" for flag, value in flags.items() if value is not None)
-    return [BERT] * (one.get("task") == "bert") + text.replace("{folder}", str(folder)).split()
+    text = " ".join(
+        f"{flag} {value}" for flag, value in flags.items() if value is not None
+    )
+    return [BERT] * (one.get("task") == "bert") + text.replace(
+        "{folder}", str(folder)
+    ).split()
 
 
-# --- what the rules say, and what must hold --------------------------------------------------------------------------
+# --- what the rules say, and what must hold
+# --------------------------------------------------------------------------------------
 
 
 def megatron_lacks(one: Config) -> str:
-    """What Megatron 0.19 finds wrong only when it builds the model or the optimizer, or when it saves; or nothing."""
-    optimizer, distributed = one.get("--optimizer"), "--use-distributed-optimizer" in one
-    if optimizer in ("muon", "lion", "soap") and "--fp16" in one or optimizer == "sgd" and distributed:
+    """What Megatron 0.19 finds wrong only when it builds the model or the optimizer, or
+    when it saves; or nothing."""
+    optimizer, distributed = (
+        one.get("--optimizer"),
+        "--use-distributed-optimizer" in one,
+    )
+    if (
+        optimizer in ("muon", "lion", "soap")
+        and "--fp16" in one
+        or optimizer == "sgd"
+        and distributed
+    ):
         return "its optimizer has not both"
-    if optimizer == "soap" and one.get("--save") and one.get("--ckpt-format") != "torch":
+    if (
+        optimizer == "soap"
+        and one.get("--save")
+        and one.get("--ckpt-format") != "torch"
+    ):
         return "the state of soap in this format"
     if "--num-experts" in one and size(one, TENSOR) > 1:
         return "sequence parallelism without Apex, which experts on tensor ranks need"
-    if "--mtp-num-layers" in one and UNTIED not in one and one.get("--save") and size(one, STAGES) > 1:
+    if (
+        "--mtp-num-layers" in one
+        and UNTIED not in one
+        and one.get("--save")
+        and size(one, STAGES) > 1
+    ):
         return "a save of tied embeddings with --mtp-num-layers"
-    own = [int(one[flag]) for flag in one if flag.endswith("-pipeline-num-layers") and one[flag]]
-    layers, stages = size(TINY | one, "--num-layers") - sum(own), size(one, STAGES) - len(own)
-    return "an uneven split" if own and (stages < 1 or layers < stages or layers % stages) else ""
+    own = [
+        int(one[flag])
+        for flag in one
+        if flag.endswith("-pipeline-num-layers") and one[flag]
+    ]
+    layers, stages = (
+        size(TINY | one, "--num-layers") - sum(own),
+        size(one, STAGES) - len(own),
+    )
+    return (
+        "an uneven split"
+        if own and (stages < 1 or layers < stages or layers % stages)
+        else ""
+    )
 
 
 def refusals(_rank: int, draws: list[Draw], folder: Path) -> list[str]:
@@ -227,8 +321,20 @@ def refusals(_rank: int, draws: list[Draw], folder: Path) -> list[str]:
     def refusal(one: Config) -> str:
         if lack := megatron_lacks(one):
             return lack
-        argv = words(without(one, "--load", "--tensorboard-dir", *config(" ".join(LORA)), "--lora-base"), folder)
-        os.environ["WORLD_SIZE"], sys.argv[1:] = str(ranks(one)), [word for word in argv if word != BERT]
+        argv = words(
+            without(
+                one,
+                "--load",
+                "--tensorboard-dir",
+                *config(" ".join(LORA)),
+                "--lora-base",
+            ),
+            folder,
+        )
+        os.environ["WORLD_SIZE"], sys.argv[1:] = (
+            str(ranks(one)),
+            [word for word in argv if word != BERT],
+        )
         try:
             parse(parse_early(sys.argv[1:], stop, one.get("task", "gpt")), stop)
         except SystemExit as end:
@@ -244,17 +350,35 @@ class Refused(Exception):
     """A draw is not legal, with the line that says so."""
 
 
-BASE = "--save {folder}/base --save-interval 1 --train-iters 1 --lr-warmup-iters 0 --pipeline-schedule megatron"
+BASE = (
+    "--save {folder}/base --save-interval 1 --train-iters 1 --lr-warmup-iters 0 "
+    "--pipeline-schedule megatron"
+)
 
 
 def tolerance(draw: Draw) -> float:
-    """Of the losses, relative to the largest; 0: bitwise, weights too. Refused if the rounding has no bound."""
+    """Of the losses, relative to the largest; 0: bitwise, weights too. Refused if the
+    rounding has no bound."""
     base, other = draw.base, draw.base | draw.change
-    clips, stages = float(base.get("--clip-grad", 1)) > 0, (size(base, STAGES), size(other, STAGES))
-    if base.get("--pipeline-schedule") == "pipedream" and draw.check not in ("again", "neutral", "tensor"):
-        raise Refused("pipedream's losses depend on depth and microbatches, and it resumes with the newest weights")
-    if draw.check in ("microbatch-size", "double-batch") and any(flag.startswith("--moe-") for flag in base):
-        raise Refused("routers' losses and biases are of one microbatch, or of one batch")
+    clips, stages = (
+        float(base.get("--clip-grad", 1)) > 0,
+        (size(base, STAGES), size(other, STAGES)),
+    )
+    if base.get("--pipeline-schedule") == "pipedream" and draw.check not in (
+        "again",
+        "neutral",
+        "tensor",
+    ):
+        raise Refused(
+            "pipedream's losses depend on depth and microbatches, and it resumes "
+            "with the newest weights"
+        )
+    if draw.check in ("microbatch-size", "double-batch") and any(
+        flag.startswith("--moe-") for flag in base
+    ):
+        raise Refused(
+            "routers' losses and biases are of one microbatch, or of one batch"
+        )
     if draw.check == "depth":
         apart = UNTIED in base and "--mtp-num-layers" not in base
         same = not clips and (apart or min(stages) > 1 or max(stages) == 1)
@@ -264,14 +388,20 @@ def tolerance(draw: Draw) -> float:
         same = draw.check in ("again", "megatron", "resume", "kill")
     if same or draw.check == "double-batch":
         return 0 if same else 1e-6
-    optimizer, short = base.get("--optimizer", "adam"), not {"--bf16", "--fp16"}.isdisjoint(base)
+    optimizer, short = (
+        base.get("--optimizer", "adam"),
+        not {"--bf16", "--fp16"}.isdisjoint(base),
+    )
     bounds = {"adam": 2e-6, "sgd": 2e-6}
-    if size(base, TENSOR) == size(other, TENSOR):  # by default Muon orthogonalizes each tensor rank's part
+    # by default Muon orthogonalizes each tensor rank's part
+    if size(base, TENSOR) == size(other, TENSOR):
         bounds["muon"] = 1e-3
     if short:  # an ulp flips the rounding of a weight
         bounds = {"adam": 2e-3, "sgd": 2e-3}
     if optimizer not in bounds:
-        raise Refused(f"the rounding of {optimizer} in {'16' if short else '32'} bits has no bound")
+        raise Refused(
+            f"the rounding of {optimizer} in {'16' if short else '32'} bits has no bound"
+        )
     return bounds[optimizer]
 
 
@@ -279,23 +409,37 @@ def run(one: Config, folder: Path, prepare: Any = None) -> list[Run]:
     """By rank. Copies of a weight must be equal. WorldError if the run fails."""
     try:
         runs = run_world(ranks(one), train, words(one, folder), prepare)
-    except WorldError as error:  # Megatron finds some mistakes while it builds the model
+    # Megatron finds some mistakes while it builds the model
+    except WorldError as error:
         line = re.search(r"py: error: (.*)", str(error))
-        if "--loss-scale" in one and "Unexpected result inf" in str(error):  # Megatron ends with status 16, too
-            raise Refused("the constant loss scale is too large: a gradient is infinite") from None
-        raise (Refused(line[1]) if line and "SystemExit: 2" in str(error) else error) from None
+        # Megatron ends with status 16, too
+        if "--loss-scale" in one and "Unexpected result inf" in str(error):
+            raise Refused(
+                "the constant loss scale is too large: a gradient is infinite"
+            ) from None
+        raise (
+            Refused(line[1]) if line and "SystemExit: 2" in str(error) else error
+        ) from None
     tensor, apart = size(one, TENSOR), size(one, TENSOR) * size(one, "width")
-    weights = [full_weights(runs[rank::apart]) for rank in range(apart)]  # tied copies too
+    # tied copies too
+    weights = [full_weights(runs[rank::apart]) for rank in range(apart)]
     for rank in range(tensor, apart):
-        both = weights[rank].keys() & weights[rank % tensor].keys()  # experts may be apart
-        one, other = ({name: weights[k][name] for name in both} for k in (rank, rank % tensor))
+        # experts may be apart
+        both = weights[rank].keys() & weights[rank % tensor].keys()
+        one, other = (
+            {name: weights[k][name] for name in both} for k in (rank, rank % tensor)
+        )
         assert_equal(one, other, f" of pipeline {rank // tensor}")
     return runs
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str = "") -> None:
+def assert_equal(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str = ""
+) -> None:
     assert found.keys() == expected.keys()
-    wrong = [name for name, value in expected.items() if not torch.equal(found[name], value)]
+    wrong = [
+        name for name, value in expected.items() if not torch.equal(found[name], value)
+    ]
     assert not wrong, f"{len(wrong)} weights{what} differ: {wrong[0]}"
 
 
@@ -305,24 +449,39 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def compare(draw: Draw, limit: float, first: list[Run], second: list[Run]) -> None:
-    """AssertionError if the losses are too far apart, or a weight or a skipped step differs."""
+    """AssertionError if the losses are too far apart, or a weight or a skipped step
+    differs."""
     apart = size(draw.base, TENSOR) * size(draw.base, "width")
     if draw.check == "double-batch":
         found, expected = full_weights(second[::apart]), full_weights(first[::apart])
         far = max(distance(found[name], value) for name, value in expected.items())
     else:
         done, left = len(first[-1].iterations), len(second[-1].iterations)
-        assert draw.check == "kill" or left == done - int(draw.at if draw.check in RESUMED else 0), f"{left} left"
+        assert draw.check == "kill" or left == done - int(
+            draw.at if draw.check in RESUMED else 0
+        ), f"{left} left"
         expected, found = torch.stack(first[-1].losses), torch.stack(second[-1].losses)
-        assert expected.isfinite().all() and len(expected.unique()) > len(expected) // 2, "the losses stand still"
+        assert (
+            expected.isfinite().all() and len(expected.unique()) > len(expected) // 2
+        ), "the losses stand still"
         far = distance(found, expected[len(expected) * (done - left) // done :])
         same = first[-1].skipped[done - left :] == second[-1].skipped
-        if not same and draw.check == "width" and {"--fp16", "--calculate-per-token-loss"} <= draw.base.keys():
-            raise Refused("sums of gradients in fp16 overflow in one order only, with Megatron's schedule too")
+        if (
+            not same
+            and draw.check == "width"
+            and {"--fp16", "--calculate-per-token-loss"} <= draw.base.keys()
+        ):
+            raise Refused(
+                "sums of gradients in fp16 overflow in one order only, with Megatron's schedule too"
+            )
         assert same, "other steps are skipped"
     assert far <= limit, f"relative distance {far:.2g}"
     for rank in range(apart if limit == 0 else 0):
-        assert_equal(full_weights(second[rank::apart]), full_weights(first[rank::apart]), ", but no loss,")
+        assert_equal(
+            full_weights(second[rank::apart]),
+            full_weights(first[rank::apart]),
+            ", but no loss,",
+        )
 
 
 def kill_later(rank: int, seconds: float, model: Any, optimizer: Any) -> None:
@@ -334,10 +493,15 @@ def check(draw: Draw) -> None:
     """AssertionError says what is wrong; a WorldError is one."""
     limit = tolerance(draw)
     with tempfile.TemporaryDirectory(prefix="draws_") as name:
-        folders = [Path(name, "first"), Path(name, "first" if draw.check in RESUMED else "second")]
+        folders = [
+            Path(name, "first"),
+            Path(name, "first" if draw.check in RESUMED else "second"),
+        ]
         for folder in {*folders} if "--lora-base" in draw.base else ():
             model = {
-                flag: value for flag, value in draw.base.items() if flag in MODEL + KINDS and "-pipeline-" not in flag
+                flag: value
+                for flag, value in draw.base.items()
+                if flag in MODEL + KINDS and "-pipeline-" not in flag
             }
             run({"task": draw.base["task"]} | model | config(BASE), folder)
         first = run(draw.base, folders[0])
@@ -346,11 +510,16 @@ def check(draw: Draw) -> None:
         if draw.check == "kill":
             victim = int(1000 * draw.at) % ranks(draw.base)
             with contextlib.suppress(WorldError):
-                run(draw.base, folders[1], functools.partial(kill_later, victim, draw.at))
+                run(
+                    draw.base,
+                    folders[1],
+                    functools.partial(kill_later, victim, draw.at),
+                )
         compare(draw, limit, first, run(draw.base | draw.change, folders[1]))
 
 
-# --- many draws ------------------------------------------------------------------------------------------------------
+# --- many draws
+# --------------------------------------------------------------------------------------
 
 
 def legal(source: random.Random, refused: list[str]) -> Iterator[Draw]:
@@ -378,7 +547,9 @@ def try_draws(seed: int, number: int, minutes: float = 1e9) -> int:
             continue
         except AssertionError as error:
             failures += 1
-            print(f"FAILED: {str(error)[-4000:]}\n  --case '{json.dumps(asdict(draw))}'")
+            print(
+                f"FAILED: {str(error)[-4000:]}\n  --case '{json.dumps(asdict(draw))}'"
+            )
         drawn, seconds = drawn + 1, time.monotonic() - begin
         found = f"{drawn} draws in {seconds:.0f} s, {len(refused)} refused, {failures} failures"
         print(f"seed {seed}: {found}", flush=True)
@@ -388,9 +559,13 @@ def try_draws(seed: int, number: int, minutes: float = 1e9) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument(
+        "--seed", type=int, default=random.SystemRandom().randrange(10**6)
+    )
     parser.add_argument("--case", type=json.loads, help="one draw, as printed")
     options = parser.parse_args()
     if options.case:

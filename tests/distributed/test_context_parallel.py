@@ -1,4 +1,5 @@
-"""Context parallelism on the CPU, with an attention that gathers the sequence in place of Transformer Engine's."""
+"""Context parallelism on the CPU, with an attention that gathers the sequence in place
+of Transformer Engine's."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from tests.distributed.training import Run, command, train
 
 
 class Gathered(torch.autograd.Function):
-    """The whole sequence from the parts of the ranks: of 2 n chunks rank r has the r-th and the r-th from the end."""
+    """The whole sequence from the parts of the ranks: of 2 n chunks rank r has the r-th
+    and the r-th from the end."""
 
     @staticmethod
     def forward(ctx, part, group):
@@ -45,7 +47,11 @@ def train_in_parts(rank: int, argv: list[str]) -> Run:
 
     from megatron_2bw.flags import rehearsal
 
-    rehearse, make, attend = rehearsal.rehearse, DotProductAttention.__init__, DotProductAttention.forward
+    rehearse, make, attend = (
+        rehearsal.rehearse,
+        DotProductAttention.__init__,
+        DotProductAttention.forward,
+    )
 
     def kept(args, *rest):
         size, args.context_parallel_size = args.context_parallel_size, 1
@@ -64,7 +70,11 @@ def train_in_parts(rank: int, argv: list[str]) -> Run:
         whole = [Gathered.apply(part, group) for part in (query, key, value)]
         return own(attend(self, *whole, None, *args, **kwargs), group)
 
-    rehearsal.rehearse, DotProductAttention.__init__, DotProductAttention.forward = kept, made, attended
+    rehearsal.rehearse, DotProductAttention.__init__, DotProductAttention.forward = (
+        kept,
+        made,
+        attended,
+    )
     return train(rank, argv)
 
 
@@ -82,8 +92,20 @@ EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 1e-2"
 )
 def test_parts_of_a_sequence_give_the_numbers_of_the_whole(flags, of_parts):
     """The ranks' sums are added in another order, so equal to rounding only."""
-    argv = command(2, 4, "2bw", UNTIED, NO_BIAS, "--no-create-attention-mask-in-dataloader", *flags.split())
-    parts = run_world(4, train_in_parts, [*argv, "--context-parallel-size", "2", *of_parts.split()])
+    argv = command(
+        2,
+        4,
+        "2bw",
+        UNTIED,
+        NO_BIAS,
+        "--no-create-attention-mask-in-dataloader",
+        *flags.split(),
+    )
+    parts = run_world(
+        4, train_in_parts, [*argv, "--context-parallel-size", "2", *of_parts.split()]
+    )
     whole = run_pipeline(argv, 2)
-    assert torch.allclose(torch.stack(parts[-1].losses), torch.stack(whole[-1].losses), rtol=1e-6)
+    assert torch.allclose(
+        torch.stack(parts[-1].losses), torch.stack(whole[-1].losses), rtol=1e-6
+    )
     assert parts[0].grad_norms == pytest.approx(whole[0].grad_norms, rel=1e-5)

@@ -1,4 +1,5 @@
-"""Random legal configurations, with a fresh seed, and those that have failed once (draws.py)."""
+"""Random legal configurations, with a fresh seed, and those that have failed once
+(draws.py)."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ FAILED_ONCE = json.loads(Path(__file__).with_name("draws.json").read_text())
 
 @pytest.mark.proof
 def test_what_holds_for_every_configuration():
-    """Two draws. A failure prints a command for `python -m tests.distributed.draws --case`.
+    """Two draws. A failure prints a command for `python -m tests.distributed.draws
+    --case`.
 
-    DRAWS_SEED: the seed, which .ci/run sets to draws that have passed; else a fresh one.
+    DRAWS_SEED: the seed, which .ci/run sets to draws that have passed; else a fresh
+    one.
     """
     seed = int(os.environ.get("DRAWS_SEED", random.SystemRandom().randrange(10**6)))
     assert draws.try_draws(seed, 2) == 0

@@ -1,4 +1,5 @@
-"""What must not change the losses: depth, split, width, tensor parallelism, recompute, evaluation, a flush.
+"""What must not change the losses: depth, split, width, tensor parallelism, recompute,
+evaluation, a flush.
 
 Bitwise where the additions keep their order; the tests say why where they do not.
 """
@@ -12,9 +13,12 @@ from tests.distributed.compare import UNTIED, assert_same_runs, run_pipeline
 from tests.distributed.training import command
 from tests.session import once_a_session
 
-NO_BIAS = "--disable-bias-linear"  # the keys' bias has a gradient of rounding only, which Adam would blow up
+# the keys' bias has a gradient of rounding only, which Adam would blow up
+NO_BIAS = "--disable-bias-linear"
 DROPOUT = dict(attention_dropout=0.1, hidden_dropout=0.1)
-FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+FULL = dict(
+    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+)
 
 
 @once_a_session
@@ -26,7 +30,8 @@ def two_stages(*flags: str, schedule: str = "2bw", **changes):
 @pytest.mark.proof
 @pytest.mark.parametrize("stages", [1, 4])
 def test_depth(stages):
-    """The delay is 1 whatever the depth, so one device, two and four give the same losses and weights.
+    """The delay is 1 whatever the depth, so one device, two and four give the same
+    losses and weights.
 
     Without clipping nothing is added in another order.
     """
@@ -36,59 +41,84 @@ def test_depth(stages):
 
 @pytest.mark.proof
 def test_uneven_stages():
-    """Three layers on the first stage, one on the last: the same numbers as two and two."""
+    """Three layers on the first stage, one on the last: the same numbers as two and
+    two."""
     runs = two_stages(UNTIED, clip_grad=0, decoder_first_pipeline_num_layers=3)
     assert_same_runs(runs, two_stages(UNTIED, clip_grad=0), exact=True)
 
 
 @pytest.mark.proof
 def test_width():
-    """Two pipelines of two microbatches each: the same batch, its gradients added by pairs."""
+    """Two pipelines of two microbatches each: the same batch, its gradients added by
+    pairs."""
     runs = run_pipeline(command(2, 2, "2bw", UNTIED, NO_BIAS, width=2), 4)
     first, second = [run.weights for run in (runs[0], runs[1])]
-    assert all(torch.equal(first[name], second[name]) for name in first), "the replicas have drifted apart"
+    assert all(torch.equal(first[name], second[name]) for name in first), (
+        "the replicas have drifted apart"
+    )
     assert_same_runs(runs[0::2], two_stages(UNTIED, NO_BIAS), exact=False)
 
 
 def test_width_with_per_token_loss():
-    """The number of tokens is summed over the pipelines; the gradients too, inside the batch's last backward."""
+    """The number of tokens is summed over the pipelines; the gradients too, inside the
+    batch's last backward."""
     flags = (UNTIED, NO_BIAS, "--calculate-per-token-loss")
-    runs = run_pipeline(command(2, 2, "2bw", *flags, "--overlap-grad-reduce", width=2), 4)
+    runs = run_pipeline(
+        command(2, 2, "2bw", *flags, "--overlap-grad-reduce", width=2), 4
+    )
     assert_same_runs(runs[0::2], two_stages(*flags), exact=False)
 
 
 @pytest.mark.proof
 def test_tensor_parallel():
-    """Row-parallel layers add their partial sums over the ranks, so equal to rounding only."""
-    runs = run_pipeline(command(2, 4, "2bw", UNTIED, NO_BIAS, tensor_model_parallel_size=2), 4)
-    losses, expected = torch.stack(runs[-1].losses), torch.stack(two_stages(UNTIED, NO_BIAS)[-1].losses)
+    """Row-parallel layers add their partial sums over the ranks, so equal to rounding
+    only."""
+    runs = run_pipeline(
+        command(2, 4, "2bw", UNTIED, NO_BIAS, tensor_model_parallel_size=2), 4
+    )
+    losses, expected = (
+        torch.stack(runs[-1].losses),
+        torch.stack(two_stages(UNTIED, NO_BIAS)[-1].losses),
+    )
     assert torch.allclose(losses, expected, rtol=1e-6)
-    assert runs[0].grad_norms == pytest.approx(two_stages(UNTIED, NO_BIAS)[0].grad_norms, rel=1e-5)
+    assert runs[0].grad_norms == pytest.approx(
+        two_stages(UNTIED, NO_BIAS)[0].grad_norms, rel=1e-5
+    )
 
 
 @pytest.mark.proof("full", "selective")
-@pytest.mark.parametrize("recompute", [FULL, dict(recompute_granularity="selective")], ids=["full", "selective"])
+@pytest.mark.parametrize(
+    "recompute",
+    [FULL, dict(recompute_granularity="selective")],
+    ids=["full", "selective"],
+)
 def test_recompute_with_dropout(recompute):
-    """The recompute of a microbatch in flight sees the weights and the dropout mask of its forward."""
+    """The recompute of a microbatch in flight sees the weights and the dropout mask of
+    its forward."""
     plain = two_stages(UNTIED, **DROPOUT)
     assert_same_runs(two_stages(UNTIED, **DROPOUT, **recompute), plain, exact=True)
     without = torch.stack(two_stages(UNTIED)[-1].losses)
-    assert not torch.equal(torch.stack(plain[-1].losses), without), "dropout must do something"
+    assert not torch.equal(torch.stack(plain[-1].losses), without), (
+        "dropout must do something"
+    )
 
 
 @pytest.mark.proof
 def test_evaluation_leaves_the_pipeline_as_it_is():
-    """Evaluation runs while microbatches and a received message wait; training goes on as without it, dropout too."""
+    """Evaluation runs while microbatches and a received message wait; training goes on
+    as without it, dropout too."""
     evaluated = two_stages(UNTIED, eval_interval=1, eval_iters=2, **DROPOUT)
     assert_same_runs(evaluated, two_stages(UNTIED, **DROPOUT), exact=True)
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize(
-    "schedule, size", [("pipedream-flush", None), ("gpipe", None), ("gpipe", 3), ("no-pipelining", None)]
+    "schedule, size",
+    [("pipedream-flush", None), ("gpipe", None), ("gpipe", 3), ("no-pipelining", None)],
 )
 def test_flush_schedules_are_megatrons(schedule, size):
-    """Tied embeddings, dropout, clipping and full recompute: losses, weights and norms of Megatron's own schedule.
+    """Tied embeddings, dropout, clipping and full recompute: losses, weights and norms
+    of Megatron's own schedule.
 
     size: of a round of gpipe; of four microbatches one is in a round of its own.
     """
@@ -99,35 +129,60 @@ def test_flush_schedules_are_megatrons(schedule, size):
 
 
 def test_gpipe_in_rounds_with_the_distributed_optimizer():
-    """Its reduction starts in the last round's last backward: one in a batch, as with Megatron's schedule."""
-    flags = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+    """Its reduction starts in the last round's last backward: one in a batch, as with
+    Megatron's schedule."""
+    flags = (
+        "--use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+    )
     changes = [dict(schedule="gpipe", gpipe_round=2), dict(schedule="megatron")]
-    runs = [run_pipeline(command(2, 3, change.pop("schedule"), *flags, width=2, **change), 4) for change in changes]
+    runs = [
+        run_pipeline(
+            command(2, 3, change.pop("schedule"), *flags, width=2, **change), 4
+        )
+        for change in changes
+    ]
     assert_same_runs(runs[0][0::2], runs[1][0::2], exact=True)
 
 
 def test_megatrons_interleaved_stages():
-    """The entry script feeds Megatron's interleaved schedule too: two chunks a stage, the same numbers."""
-    runs = two_stages(UNTIED, schedule="megatron", clip_grad=0, num_virtual_stages_per_pipeline_rank=2)
-    assert_same_runs(runs, two_stages(UNTIED, schedule="megatron", clip_grad=0), exact=True)
+    """The entry script feeds Megatron's interleaved schedule too: two chunks a stage,
+    the same numbers."""
+    runs = two_stages(
+        UNTIED, schedule="megatron", clip_grad=0, num_virtual_stages_per_pipeline_rank=2
+    )
+    assert_same_runs(
+        runs, two_stages(UNTIED, schedule="megatron", clip_grad=0), exact=True
+    )
 
 
 @pytest.mark.proof("2bw")
 @pytest.mark.parametrize(
     "schedule, chunks, one",
     [
-        ("2bw", dict(pipeline_model_parallel_layout="E|t*3|t|L"), dict(pipeline_model_parallel_layout="Ettt|tL")),
+        (
+            "2bw",
+            dict(pipeline_model_parallel_layout="E|t*3|t|L"),
+            dict(pipeline_model_parallel_layout="Ettt|tL"),
+        ),
         ("pipedream", dict(num_virtual_stages_per_pipeline_rank=2), {}),
         (
             "gpipe",
-            dict(num_layers_per_virtual_pipeline_stage=1, microbatch_group_size_per_virtual_pipeline_stage=3),
+            dict(
+                num_layers_per_virtual_pipeline_stage=1,
+                microbatch_group_size_per_virtual_pipeline_stage=3,
+            ),
             {},
         ),
     ],
     ids=("2bw", "pipedream", "gpipe"),
 )
 def test_a_stage_is_one_chunk(schedule, chunks, one):
-    """Flags of interleaving change nothing: a stage has the same layers, as one chunk."""
+    """Flags of interleaving change nothing: a stage has the same layers, as one
+    chunk."""
     assert_same_runs(
-        two_stages(UNTIED, schedule=schedule, **chunks), two_stages(UNTIED, schedule=schedule, **one), True
+        two_stages(UNTIED, schedule=schedule, **chunks),
+        two_stages(UNTIED, schedule=schedule, **one),
+        True,
     )

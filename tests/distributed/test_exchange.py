@@ -1,7 +1,8 @@
-"""The neighbour exchange alone: order, counts, and the path that stages GPU tensors through the host.
+"""The neighbour exchange alone: order, counts, and the path that stages GPU tensors
+through the host.
 
-The staged path runs here with CPU tensors, the CPU answering for streams and events: its threads, queues and errors
-are real, its copies are not asynchronous.
+The staged path runs here with CPU tensors, the CPU answering for streams and events:
+its threads, queues and errors are real, its copies are not asynchronous.
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ PIPELINE, MESSAGES = [3, 1, 0, 2], 20
 
 
 def relay(rank: int, staged: bool) -> list[float]:
-    """Activations go down the pipeline, each stage adds 1; the last stage sends them back as gradients."""
+    """Activations go down the pipeline, each stage adds 1; the last stage sends them
+    back as gradients."""
     neighbours = connected(rank, PIPELINE, staged)
     new = lambda: torch.empty(3, 2)
     for receiver in filter(None, (neighbours.activations_in, neighbours.gradients_in)):
         receiver.announce(MESSAGES, new)
     for k in range(MESSAGES):
         value = (
-            torch.full((3, 2), float(k)) if neighbours.activations_in is None else neighbours.activations_in.receive()
+            torch.full((3, 2), float(k))
+            if neighbours.activations_in is None
+            else neighbours.activations_in.receive()
         )
         (neighbours.activations_out or neighbours.gradients_out).send(value + 1)
     seen = []
@@ -63,7 +67,8 @@ def test_messages_arrive_in_order(staged):
 
 
 def lost_neighbour(rank: int, staged: bool) -> str:
-    """The neighbour dies; whoever waits for it is told, also when a staging thread did the waiting."""
+    """The neighbour dies; whoever waits for it is told, also when a staging thread did
+    the waiting."""
     neighbours = connected(rank, [0, 1], staged)
     dist.barrier()
     if rank == 0:

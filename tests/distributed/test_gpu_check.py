@@ -35,14 +35,18 @@ def hanging(check: Check) -> dict:
 def test_a_row_on_the_cpu(tmp_path):
     chosen = [row for row in rows.ROWS if row.name == "NCCL, two stages"]
     assert runner.run(chosen, "cpu", tmp_path / "r.json") == 0
-    found = {name: entry["figures"] for name, entry in json.loads((tmp_path / "r.json").read_text())["rows"].items()}
+    found = {
+        name: entry["figures"]
+        for name, entry in json.loads((tmp_path / "r.json").read_text())["rows"].items()
+    }
     assert found["NCCL, two stages"] == {"iterations": 8, "differences": 0}
 
 
 @pytest.mark.timeout(900)
 def test_a_row_that_hangs_is_in_the_table(tmp_path):
     """Its ranks print where their threads are, and the next row runs."""
-    each = row(hanging, "stuck", 25.0), row(lambda check: {}, "next")  # seconds, of which the traces take ten
+    # seconds, of which the traces take ten
+    each = row(hanging, "stuck", 25.0), row(lambda check: {}, "next")
     status, found = go(tmp_path / "r.json", *each)
     assert status == 1 and [entry["result"] for entry in found.values()] == [HANGS, OK]
     assert "Timeout (0:00:" in found["stuck"]["log"]
@@ -66,7 +70,9 @@ def test_ranks_end_with_the_program_that_started_them(tmp_path):
     path = tmp_path / "pid"
     (tmp_path / "orphan.py").write_text(ORPHAN.format(path=str(path)))
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    program = subprocess.Popen([sys.executable, str(tmp_path / "orphan.py")], env=environment)
+    program = subprocess.Popen(
+        [sys.executable, str(tmp_path / "orphan.py")], env=environment
+    )
     try:
         while not path.exists():
             assert program.poll() is None
@@ -75,5 +81,8 @@ def test_ranks_end_with_the_program_that_started_them(tmp_path):
         program.kill()
         program.wait()
     rank = int(path.read_text())
-    while psutil.pid_exists(rank) and psutil.Process(rank).status() != psutil.STATUS_ZOMBIE:
+    while (
+        psutil.pid_exists(rank)
+        and psutil.Process(rank).status() != psutil.STATUS_ZOMBIE
+    ):
         time.sleep(0.05)

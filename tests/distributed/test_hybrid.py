@@ -1,4 +1,5 @@
-"""Megatron's HybridModel under 2bw: the reference's bits, and a GPT's where its layers are a GPT's."""
+"""Megatron's HybridModel under 2bw: the reference's bits, and a GPT's where its layers
+are a GPT's."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 1e-2 --
 
 
 def hybrid(stages: int, pattern: str, *flags: str) -> list[str]:
-    return command(stages, 4, "2bw", UNTIED, "--hybrid-layer-pattern", pattern, *flags, num_layers=None)
+    return command(
+        stages,
+        4,
+        "2bw",
+        UNTIED,
+        "--hybrid-layer-pattern",
+        pattern,
+        *flags,
+        num_layers=None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,6 +45,9 @@ def test_attention_and_mlps_are_a_gpt(tmp_path):
     gpt = command(2, 4, "2bw", UNTIED)
     run_pipeline([*gpt, "--save", str(tmp_path), "--save-interval", "6"], 2)
     load = ["--load", str(tmp_path), "--finetune", "--no-load-optim"]
-    runs = run_pipeline([*gpt, *load], 2), run_pipeline(hybrid(2, "*-*-|*-*-", *load), 2)
+    runs = (
+        run_pipeline([*gpt, *load], 2),
+        run_pipeline(hybrid(2, "*-*-|*-*-", *load), 2),
+    )
     one, other = (torch.stack(run[-1].losses) for run in runs)
     assert torch.equal(one, other) and len({*one.tolist()}) == 6

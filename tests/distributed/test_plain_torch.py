@@ -1,4 +1,5 @@
-"""The plain-torch example with real ranks over gloo: the reference's bits, no Megatron."""
+"""The plain-torch example with real ranks over gloo: the reference's bits, no
+Megatron."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def stage(rank: int, name: str, shape: Shape):
         dist.all_gather(tensors, tensor, group=group)
         return tensors
 
-    return *example.train(schedule_of(name), shape, rank, neighbours, gather, make_update), reference(name, shape)
+    return *example.train(
+        schedule_of(name), shape, rank, neighbours, gather, make_update
+    ), reference(name, shape)
 
 
 @pytest.mark.proof

@@ -1,4 +1,5 @@
-"""The planner's measurements on two real ranks: of links, on one server or on two, and of a profile."""
+"""The planner's measurements on two real ranks: of links, on one server or on two, and
+of a profile."""
 
 from __future__ import annotations
 
@@ -32,16 +33,21 @@ def test_links_of_two_ranks():
     assert no_between is None and no_inside is None
     for link in (inside, between):
         assert link.measured and link.gb_s > 0 and link.latency_us > 0
-    assert inside.message_gb_s > 0 and not inside.pair_gb_s  # all ranks of the server are a pair
+    # all ranks of the server are a pair
+    assert inside.message_gb_s > 0 and not inside.pair_gb_s
 
 
 def profile(rank: int, path: str) -> tuple[int, str]:
     """The number of blocks that the rank measured, and what it printed."""
     measured, measure_block = [], blocks.measure_block
-    blocks.measure_block = lambda *values: measured.append(measure_block(*values)) or measured[-1]
+    blocks.measure_block = lambda *values: (
+        measured.append(measure_block(*values)) or measured[-1]
+    )
     parser = argparse.ArgumentParser()
     blocks.add_flags(parser)
-    options = parser.parse_args(["--json", path, "--device", "cpu", "--microbatches", "1", "--repeats", "1"])
+    options = parser.parse_args(
+        ["--json", path, "--device", "cpu", "--microbatches", "1", "--repeats", "1"]
+    )
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         blocks.run(options, Model("tiny", 1, 32, 2, vocab=100, sequence=16))
     return len(measured), printed.getvalue()
@@ -54,5 +60,8 @@ def test_all_ranks_of_a_job_measure_and_the_first_writes(tmp_path):
     assert printed.endswith(f"wrote {path}\n")
     found = Profile.load(path)
     assert found.inside.measured
-    assert [(point.tensor, point.microbatch) for point in found.blocks] == [(1, 1), (2, 1)]
+    assert [(point.tensor, point.microbatch) for point in found.blocks] == [
+        (1, 1),
+        (2, 1),
+    ]
     assert [point.tensor for point in found.output] == [1, 2]

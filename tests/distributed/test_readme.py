@@ -21,7 +21,9 @@ def losses(rank: int, code: str) -> list[torch.Tensor]:
     dist.init_process_group("gloo")
     names = {
         "rank": rank,
-        "MyStage": lambda rank: example.ModuleStage(example.layers_of(rank, stages=2), is_last=rank == 1),
+        "MyStage": lambda rank: example.ModuleStage(
+            example.layers_of(rank, stages=2), is_last=rank == 1
+        ),
     }
     exec(code, names)
     return list(names["stage"].losses.values())

@@ -1,4 +1,5 @@
-"""On the CPU a cluster's flags are replaced, in one line; what runs there computes what it computes on GPUs."""
+"""On the CPU a cluster's flags are replaced, in one line; what runs there computes what
+it computes on GPUs."""
 
 from __future__ import annotations
 
@@ -15,30 +16,51 @@ from tests.unit import command_lines
 
 @pytest.mark.proof
 def test_sequence_parallelism_has_the_losses_of_tensor_parallelism():
-    """The late step sums the norms' gradients over the tensor ranks in a group of its own."""
+    """The late step sums the norms' gradients over the tensor ranks in a group of its
+    own."""
     argv = command(2, 2, "2bw", tensor_model_parallel_size=2)
-    split = run_pipeline([*argv, "--sequence-parallel", "--attention-backend", "flash"], 4)
+    split = run_pipeline(
+        [*argv, "--sequence-parallel", "--attention-backend", "flash"], 4
+    )
     whole = run_pipeline([*argv, "--distributed-backend", "nccl"], 4)
     torch.testing.assert_close(split[-1].losses, whole[-1].losses, rtol=0, atol=1e-6)
-    torch.testing.assert_close(split[-1].grad_norms, whole[-1].grad_norms, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        split[-1].grad_norms, whole[-1].grad_norms, rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.proof
 def test_a_clusters_flags_are_replaced_in_one_line():
-    typed = "--distributed-backend nccl --fp8-format hybrid --bf16 --profile --context-parallel-size 2".split()
+    typed = (
+        "--distributed-backend nccl --fp8-format hybrid --bf16 --profile "
+        "--context-parallel-size 2"
+    ).split()
     argv = command(1, 4, "megatron", *typed, micro_batch_size=4)
-    args, parser = command_lines.parse(argv, 2), command_lines.parser_of("megatron", "gpt")
+    args, parser = (
+        command_lines.parse(argv, 2),
+        command_lines.parser_of("megatron", "gpt"),
+    )
     line = rehearsal.rehearse(args, parser, argv)
-    for words in ("--distributed-backend gloo", "without --profile", "without --fp8-format (computed in bf16)"):
+    for words in (
+        "--distributed-backend gloo",
+        "without --profile",
+        "without --fp8-format (computed in bf16)",
+    ):
         assert words in line
-    assert "transformer-impl" not in line and args.transformer_impl == "local"  # Megatron's default, not typed
+    # Megatron's default, not typed
+    assert "transformer-impl" not in line and args.transformer_impl == "local"
     assert (args.context_parallel_size, args.micro_batch_size, args.fp8) == (1, 2, None)
 
 
 @pytest.mark.parametrize("kind", [torch.nn.LayerNorm, torch.nn.RMSNorm])
 def test_norms_with_weights_around_0(kind):
-    config = types.SimpleNamespace(layernorm_zero_centered_gamma=True, sequence_parallel=True)
+    config = types.SimpleNamespace(
+        layernorm_zero_centered_gamma=True, sequence_parallel=True
+    )
     norm = rehearsal.torch_norm(lambda cls, config, size: kind(size))(kind, config, 8)
     plain, x = kind(8), torch.randn(4, 8)
     torch.testing.assert_close(norm(x), plain(x))
-    assert all(param.sequence_parallel for param in norm.parameters()) and not norm.weight.any()
+    assert (
+        all(param.sequence_parallel for param in norm.parameters())
+        and not norm.weight.any()
+    )

@@ -1,4 +1,5 @@
-"""docs/finetune.md as it stands there: from a Hugging Face folder to one, for a tiny Llama."""
+"""docs/finetune.md as it stands there: from a Hugging Face folder to one, for a tiny
+Llama."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ import re
 from tests.docs.test_quick_start import copy, run  # noqa: F401  (a fixture)
 from tests.e2e.launcher import ROOT
 
-BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "finetune.md").read_text(), re.S)
+BLOCKS = re.findall(
+    r"```bash\n(.*?)```", (ROOT / "docs" / "finetune.md").read_text(), re.S
+)
 
 
 def test_there_and_back(copy):  # noqa: F811

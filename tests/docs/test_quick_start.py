@@ -1,4 +1,5 @@
-"""The laptop's quick start, as it stands in docs/quick_start.md: own text, GPT and BERT, evaluation."""
+"""The laptop's quick start, as it stands in docs/quick_start.md: own text, GPT and
+BERT, evaluation."""
 
 from __future__ import annotations
 
@@ -43,14 +44,25 @@ def run(block: str, folder: Path) -> str:
 
 
 def losses(output: str, where: str) -> list[str]:
-    return re.findall(rf"{where} \| (lm loss value: \S+ .*?sop loss value: \S+|lm loss value: \S+)", output)
+    return re.findall(
+        rf"{where} \| (lm loss value: \S+ .*?sop loss value: \S+|lm loss value: \S+)",
+        output,
+    )
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
-    """A folder with what a copy of the repository has, and the text of the first step."""
+    """A folder with what a copy of the repository has, and the text of the first
+    step."""
     folder = tmp_path_factory.mktemp("copy")
-    for name in ("README.md", "docs", "scripts", "megatron_2bw", "pretrain_gpt_2bw.py", "pretrain_bert_2bw.py"):
+    for name in (
+        "README.md",
+        "docs",
+        "scripts",
+        "megatron_2bw",
+        "pretrain_gpt_2bw.py",
+        "pretrain_bert_2bw.py",
+    ):
         (folder / name).symlink_to(ROOT / name)
     run(BLOCKS[0], folder)
     return folder
@@ -64,7 +76,8 @@ def test_gpt(copy):
     assert trained.count("lm loss:") == 5 and "bubble:" in trained
     evaluated = run(BLOCKS[2], copy)
     assert losses(evaluated, "test set") == losses(trained, "test set") != []
-    assert re.search(r"^The pipeline.", evaluated, re.M | re.S)  # the sample may have several lines
+    # the sample may have several lines
+    assert re.search(r"^The pipeline.", evaluated, re.M | re.S)
 
 
 def test_bert(copy):

@@ -1,4 +1,5 @@
-"""pretrain_gpt_2bw.py with a fault in the late step of rank 1, in iteration 3 or soon after."""
+"""pretrain_gpt_2bw.py with a fault in the late step of rank 1, in iteration 3 or soon
+after."""
 
 import os
 

@@ -1,4 +1,5 @@
-"""A Megatron entry script as a user has it, with a model and a dataset of their own; three lines bring 2BW.
+"""A Megatron entry script as a user has it, with a model and a dataset of their own;
+three lines bring 2BW.
 
 (`cpu.install()` is for a host without a GPU.)
 """
@@ -13,7 +14,10 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.training import get_args, pretrain  # noqa: E402
 from megatron.training.argument_utils import pretrain_cfg_container_from_args  # noqa: E402
-from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args  # noqa: E402
+from megatron.training.arguments import (  # noqa: E402
+    core_transformer_config_from_args,
+    parse_and_validate_args,
+)
 
 from megatron_2bw.mcore import add_flags, check, install  # noqa: E402
 
@@ -29,7 +33,10 @@ class Counting(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         start = torch.Generator().manual_seed(index)
-        tokens = (torch.randint(64, (1,), generator=start) + torch.arange(get_args().seq_length + 1)) % 64
+        tokens = (
+            torch.randint(64, (1,), generator=start)
+            + torch.arange(get_args().seq_length + 1)
+        ) % 64
         return {"tokens": tokens[:-1], "labels": tokens[1:]}
 
 
@@ -63,8 +70,12 @@ def forward_step(iterator, model):
     fields = {"tokens": None, "labels": None}
     if mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage():
         fields = next(iterator)
-    positions = torch.arange(get_args().seq_length).expand(get_args().micro_batch_size, -1)
-    mask = torch.triu(torch.ones(get_args().seq_length, get_args().seq_length, dtype=torch.bool), 1)[None, None]
+    positions = torch.arange(get_args().seq_length).expand(
+        get_args().micro_batch_size, -1
+    )
+    mask = torch.triu(
+        torch.ones(get_args().seq_length, get_args().seq_length, dtype=torch.bool), 1
+    )[None, None]
     return model(fields["tokens"], positions, mask, labels=fields["labels"]), loss
 
 

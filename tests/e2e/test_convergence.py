@@ -1,4 +1,5 @@
-"""megatron-2bw convergence from end to end: real runs of a tiny GPT, ended in the middle of one, and gone on with."""
+"""megatron-2bw convergence from end to end: real runs of a tiny GPT, ended in the
+middle of one, and gone on with."""
 
 from __future__ import annotations
 
@@ -26,7 +27,20 @@ RUNS = ["vanilla-lr1e-2-seed1", "2bw-lr1e-2-seed1"]
 
 
 def words(out: Path, *options: str) -> list[str]:
-    return ["test", "--out", str(out), "--device", "cpu", "--seeds", "1", "--lr", "1e-2", *options, "--", *MEGATRON]
+    return [
+        "test",
+        "--out",
+        str(out),
+        "--device",
+        "cpu",
+        "--seeds",
+        "1",
+        "--lr",
+        "1e-2",
+        *options,
+        "--",
+        *MEGATRON,
+    ]
 
 
 def start(out: Path, *options: str) -> subprocess.Popen[str]:
@@ -40,7 +54,9 @@ def test_killed_and_gone_on_with_then_judged(tmp_path, capsys):
     try:
         until = time.monotonic() + 200
         while not (ours / "checkpoints" / "latest_checkpointed_iteration.txt").exists():
-            assert first.poll() is None and time.monotonic() < until, "it has ended, or takes long"
+            assert first.poll() is None and time.monotonic() < until, (
+                "it has ended, or takes long"
+            )
             time.sleep(0.02)
         children = psutil.Process(first.pid).children(recursive=True)
         os.kill(first.pid, signal.SIGTERM)
@@ -49,19 +65,32 @@ def test_killed_and_gone_on_with_then_judged(tmp_path, capsys):
         raise
     stopped = end(first, 200)
     assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
-    assert children and not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert children and not any(
+        child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+        for child in children
+    )
     assert [(folder / "result.json").exists() for folder in folders] == [True, False]
     untouched = (vanilla / "result.json").stat().st_mtime_ns
-    assert [row["finished"] for row in json.loads((tmp_path / "runs.json").read_text())["summary"]] == [[1]]
+    assert [
+        row["finished"]
+        for row in json.loads((tmp_path / "runs.json").read_text())["summary"]
+    ] == [[1]]
 
     again = end(start(tmp_path, "--max-gap", "1000"), 200)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "2 runs of 120 iterations, 1 of them are there" in again.stdout and "[1/2]" not in again.stdout
+    assert (
+        "2 runs of 120 iterations, 1 of them are there" in again.stdout
+        and "[1/2]" not in again.stdout
+    )
     assert "--max-gap 1000 holds" in again.stdout
     assert (vanilla / "result.json").stat().st_mtime_ns == untouched
     logs = [(folder / "train.log").read_text() for folder in folders]
-    assert "successfully loaded checkpoint" in logs[1] and "successfully loaded checkpoint" not in logs[0]
-    assert first_loss(logs[0]) == first_loss(logs[1])  # the same weights, the same batch
+    assert (
+        "successfully loaded checkpoint" in logs[1]
+        and "successfully loaded checkpoint" not in logs[0]
+    )
+    # the same weights, the same batch
+    assert first_loss(logs[0]) == first_loss(logs[1])
     for folder in folders:
         curves = json.loads((folder / "result.json").read_text())
         assert [end for end, _ in curves["training"]] == list(range(10, 121, 10))
@@ -69,13 +98,32 @@ def test_killed_and_gone_on_with_then_judged(tmp_path, capsys):
     base, row = json.loads((tmp_path / "runs.json").read_text())["summary"]
     assert base["validation_loss"]["mean"] < first_loss(logs[0]) - 1  # it learned
     gap = row["gap_percent"]["mean"]
-    assert gap == pytest.approx(100 * (row["validation_loss"]["mean"] / base["validation_loss"]["mean"] - 1)) != 0
-    assert {path.name for path in tmp_path.iterdir()} == {".lock", "runs", "runs.json", "curves.png", "report.md"}
+    assert (
+        gap
+        == pytest.approx(
+            100 * (row["validation_loss"]["mean"] / base["validation_loss"]["mean"] - 1)
+        )
+        != 0
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {
+        ".lock",
+        "runs",
+        "runs.json",
+        "curves.png",
+        "report.md",
+    }
 
     assert convergence.main(words(tmp_path, "--max-gap", f"{gap - 1}")) == 1
     err = capsys.readouterr().err
-    assert err.startswith("megatron-2bw convergence: 2bw at lr 1e-2: the gap ") and err.count("\n") == 1
+    assert (
+        err.startswith("megatron-2bw convergence: 2bw at lr 1e-2: the gap ")
+        and err.count("\n") == 1
+    )
 
 
 def first_loss(log: str) -> float:
-    return next(line.loss for line in run_log.training(log) if (line.iteration, line.planned) == (1, 120))
+    return next(
+        line.loss
+        for line in run_log.training(log)
+        if (line.iteration, line.planned) == (1, 120)
+    )

@@ -1,4 +1,5 @@
-"""The demo from end to end: a few iterations on a small corpus, in two processes; examples/plain_torch.py."""
+"""The demo from end to end: a few iterations on a small corpus, in two processes;
+examples/plain_torch.py."""
 
 import subprocess
 import sys
@@ -27,12 +28,18 @@ def test_demo_trains_and_leaves_a_picture_and_a_log(tmp_path):
     for text in ("iteration        6/       6 |", "validation loss at iteration 6"):
         assert text in screen and text in log
     losses = [line.loss for line in run_log.training(log)]
-    assert losses[0] == pytest.approx(6.24, abs=0.3) and losses[-1] < losses[0]  # ln 512: nothing is known yet
-    assert f"loss             {losses[0]:.3f}, after 6 iterations {losses[-1]:.3f}" in screen
+    # ln 512: nothing is known yet
+    assert losses[0] == pytest.approx(6.24, abs=0.3) and losses[-1] < losses[0]
+    assert (
+        f"loss             {losses[0]:.3f}, after 6 iterations {losses[-1]:.3f}"
+        in screen
+    )
 
 
 def test_plain_torch_prints_the_losses_of_the_reference():
     command = [sys.executable, ROOT / "examples" / "plain_torch.py"]
-    header, *lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    header, *lines = subprocess.run(
+        command, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert header == "batch   loss, 2 stages   loss, one process" and len(lines) == 20
     assert all(line.endswith("the same bits") for line in lines)

@@ -1,4 +1,5 @@
-"""A user's own Megatron entry script trains 2BW with three more lines, from the wheel, without `launch`."""
+"""A user's own Megatron entry script trains 2BW with three more lines, from the wheel,
+without `launch`."""
 
 from __future__ import annotations
 
@@ -13,16 +14,26 @@ from tests.unit.test_wheel import build_wheel
 
 
 def flags_of(schedule: str, *flags: str) -> list[str]:
-    return [word for word in command(2, 2, schedule, *flags, *CPU_FLAGS, device=None) if word != "--mock-data"]
+    return [
+        word
+        for word in command(2, 2, schedule, *flags, *CPU_FLAGS, device=None)
+        if word != "--mock-data"
+    ]
 
 
 def test_without_delay_the_losses_are_megatrons(tmp_path):
-    """The first four batches run without delay; the fifth is the first that runs on older weights."""
+    """The first four batches run without delay; the fifth is the first that runs on
+    older weights."""
     with zipfile.ZipFile(build_wheel(tmp_path)) as archive:
         archive.extractall(tmp_path / "site")
     shutil.copy(Path(__file__).with_name("own_script.py"), tmp_path / "train.py")
     late = flags_of("2bw", "--two-bw-sync-iterations", "4")
     run = torchrun(2, "train.py", late, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
-    plain, ours = losses(forked(2, flags_of("megatron"), script=tmp_path / "train.py")), losses(run.stdout)
-    assert len(plain) == len(ours) == 6 and plain[:4] == ours[:4] and plain[4] != ours[4]
+    plain, ours = (
+        losses(forked(2, flags_of("megatron"), script=tmp_path / "train.py")),
+        losses(run.stdout),
+    )
+    assert (
+        len(plain) == len(ours) == 6 and plain[:4] == ours[:4] and plain[4] != ours[4]
+    )

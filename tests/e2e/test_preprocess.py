@@ -1,4 +1,5 @@
-"""The command with its processes: killed and continued, the files are those of one undisturbed process."""
+"""The command with its processes: killed and continued, the files are those of one
+undisturbed process."""
 
 import gzip
 import json
@@ -15,7 +16,10 @@ from tests.e2e.launcher import end, program
 from tests.unit.test_preprocess import files_of, main, prose, written
 
 TEXTS = prose(300)
-SMALL = "import sys; from megatron_2bw.data import preprocess, preprocess_cli; preprocess.PART_BYTES = 100_000"
+SMALL = (
+    "import sys; from megatron_2bw.data import preprocess, preprocess_cli; "
+    "preprocess.PART_BYTES = 100_000"
+)
 
 
 def start(*flags) -> subprocess.Popen:
@@ -23,17 +27,24 @@ def start(*flags) -> subprocess.Popen:
     return program("-c", code, *flags, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
-def kill_in_the_middle(process: subprocess.Popen, folder, parts: int, number: int) -> None:
-    """Send a signal to the command alone when so many parts are done; its workers must follow it."""
+def kill_in_the_middle(
+    process: subprocess.Popen, folder, parts: int, number: int
+) -> None:
+    """Send a signal to the command alone when so many parts are done; its workers must
+    follow it."""
     try:
         give_up = time.monotonic() + 120
         while len(list(folder.glob("tokens-*.arrow"))) < parts:
-            assert process.poll() is None and time.monotonic() < give_up, "it ended before it was killed"
+            assert process.poll() is None and time.monotonic() < give_up, (
+                "it ended before it was killed"
+            )
             time.sleep(0.005)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
         stopped = end(process, 60)
-        assert stopped.returncode == (-number if number == signal.SIGKILL else 128 + number), stopped.stderr
+        assert stopped.returncode == (
+            -number if number == signal.SIGKILL else 128 + number
+        ), stopped.stderr
         assert not psutil.wait_procs(children, timeout=20)[1]
     finally:
         stop_tree(process)
@@ -42,7 +53,8 @@ def kill_in_the_middle(process: subprocess.Popen, folder, parts: int, number: in
 @pytest.mark.nightly
 @pytest.mark.timeout(280)
 def test_killed_and_continued(tmp_path):
-    """BERT from plain and compressed JSON lines, with a tokenizer trained on the spot."""
+    """BERT from plain and compressed JSON lines, with a tokenizer trained on the
+    spot."""
     lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
     (tmp_path / "a.jsonl").write_bytes(lines * 12)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines * 4))
@@ -59,4 +71,6 @@ def test_killed_and_continued(tmp_path):
     assert last.stdout == model + "\n" and not folder.exists()
     assert main(*flags, tmp_path / "whole") == 0
     more = "-tokenizer/tokenizer.json"
-    assert files_of(prefix, more) == files_of(tmp_path / "whole", more) and len(written(prefix)[0]) == 16 * len(TEXTS)
+    assert files_of(prefix, more) == files_of(tmp_path / "whole", more) and len(
+        written(prefix)[0]
+    ) == 16 * len(TEXTS)

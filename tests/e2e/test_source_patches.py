@@ -1,6 +1,8 @@
-"""patches/ on a Megatron source tree: it applies, and any entry script of the tree then has --pipeline-schedule.
+"""patches/ on a Megatron source tree: it applies, and any entry script of the tree then
+has --pipeline-schedule.
 
-The tree is a copy of the installed package; a source checkout of the tag holds the same files.
+The tree is a copy of the installed package; a source checkout of the tag holds the same
+files.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ config = pretrain_cfg_container_from_args(args, gpt.model_config(args))
 pretrain(config, gpt.datasets_provider, ModelType.encoder_or_decoder, gpt.forward_step)
 """
 
-# On a host without CUDA `pretrain_gpt_2bw.py` sets these; an entry script of a checkout is given them.
+# On a host without CUDA `pretrain_gpt_2bw.py` sets these; an entry script of a checkout
+# is given them.
 CPU_FLAGS = """
     --distributed-backend gloo --transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion
     --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
@@ -52,7 +55,12 @@ def tree(tmp_path_factory) -> Path:
     copy = tmp_path_factory.mktemp("checkout")
     shutil.copytree(installed, copy / "megatron")
     for arguments in (["--check"], []):
-        subprocess.run(["git", "apply", *arguments, str(PATCH)], cwd=copy, check=True, capture_output=True)
+        subprocess.run(
+            ["git", "apply", *arguments, str(PATCH)],
+            cwd=copy,
+            check=True,
+            capture_output=True,
+        )
     (copy / "pretrain.py").write_text(ENTRY.format(tree=str(copy)))
     return copy
 
@@ -62,13 +70,21 @@ def losses(output: str) -> list[str]:
 
 
 def native(*args, **changes) -> list[str]:
-    """The command line of the patched tree, where the device is the entry script's choice."""
-    return [*command(*args, train_iters=2, lr_warmup_iters=0, device=None, **changes), *CPU_FLAGS]
+    """The command line of the patched tree, where the device is the entry script's
+    choice."""
+    return [
+        *command(*args, train_iters=2, lr_warmup_iters=0, device=None, **changes),
+        *CPU_FLAGS,
+    ]
 
 
 def test_two_iterations_of_2bw_in_the_patched_tree(tree):
     """The losses are those of pretrain_gpt_2bw.py, which rebinds names instead."""
-    patched = torchrun(2, "pretrain.py", native(2, 2, "2bw"), cwd=tree, PYTHONPATH=f"{tree}:{ROOT}")
+    patched = torchrun(
+        2, "pretrain.py", native(2, 2, "2bw"), cwd=tree, PYTHONPATH=f"{tree}:{ROOT}"
+    )
     assert patched.returncode == 0, patched.stdout[-2000:] + patched.stderr[-4000:]
-    rebound = forked(2, command(2, 2, "2bw", train_iters=2, lr_warmup_iters=0), documents=100_000)
+    rebound = forked(
+        2, command(2, 2, "2bw", train_iters=2, lr_warmup_iters=0), documents=100_000
+    )
     assert losses(patched.stdout) == losses(rebound) and len(losses(rebound)) == 2

@@ -1,4 +1,5 @@
-"""TensorBoard has the log's loss, gradient norm, bubble, memory by stage and tokens per second; a trace all actions."""
+"""TensorBoard has the log's loss, gradient norm, bubble, memory by stage and tokens per
+second; a trace all actions."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ FIELDS = {
     "peak memory (GiB)/stage 0": rf"by stage \(GiB\): {NUMBER}",
     "peak memory (GiB)/stage 1": rf"by stage \(GiB\): \S+ {NUMBER}",
 }
-ROUNDED = {"lm loss": 1e-6, "grad-norm": 6e-4, "tokens per second": 0.6, "bubble/mean": 6e-4, "bubble/max": 6e-4}
+ROUNDED = {
+    "lm loss": 1e-6,
+    "grad-norm": 6e-4,
+    "tokens per second": 0.6,
+    "bubble/mean": 6e-4,
+    "bubble/max": 6e-4,
+}
 RUN = dict(train_iters=5, split="100,0,0")
 Values = dict[int, dict[str, float]]  # by iteration and name
 
@@ -32,9 +39,15 @@ Values = dict[int, dict[str, float]]  # by iteration and name
 def logged(output: str) -> Values:
     """What the log lines show."""
     found = {}
-    for iteration, text in re.findall(r"iteration +(\d+)/ +\d+ \| (consumed.*)", output):
-        values = {name: float(re.search(pattern, text)[1]) for name, pattern in FIELDS.items()}
-        found[int(iteration)] = {name: v / 100 if "bubble" in name else v for name, v in values.items()}
+    for iteration, text in re.findall(
+        r"iteration +(\d+)/ +\d+ \| (consumed.*)", output
+    ):
+        values = {
+            name: float(re.search(pattern, text)[1]) for name, pattern in FIELDS.items()
+        }
+        found[int(iteration)] = {
+            name: v / 100 if "bubble" in name else v for name, v in values.items()
+        }
     return found
 
 
@@ -56,24 +69,40 @@ def check(board: Values, lines: Values) -> None:
     assert list(lines) == [1, 2, 3, 4, 5] and set(lines) <= set(board)
     for iteration, line in lines.items():
         shown = board[iteration]
-        assert all(0 <= shown[f"bubble/stage {stage}"] <= shown["bubble/max"] for stage in (0, 1))
+        assert all(
+            0 <= shown[f"bubble/stage {stage}"] <= shown["bubble/max"]
+            for stage in (0, 1)
+        )
         for name, value in line.items():
             if name == "lm loss" and iteration == 2:
                 continue  # Megatron's second line shows the mean with the first
-            assert shown[name] == pytest.approx(value, abs=ROUNDED.get(name, 6e-3), rel=1e-6), (iteration, name)
-        assert shown["tokens per second"] > 0 and shown["peak memory (GiB)/stage 0"] > 0.1
+            assert shown[name] == pytest.approx(
+                value, abs=ROUNDED.get(name, 6e-3), rel=1e-6
+            ), (iteration, name)
+        assert (
+            shown["tokens per second"] > 0 and shown["peak memory (GiB)/stage 0"] > 0.1
+        )
 
 
 @pytest.mark.proof
 def test_the_dashboard_shows_what_the_log_shows_and_the_trace_every_action(tmp_path):
     folder = tmp_path / "trace"
-    lines = logged(forked(2, command(2, 4, "2bw", **RUN, tensorboard_dir=tmp_path, two_bw_trace=folder)))
+    lines = logged(
+        forked(
+            2,
+            command(2, 4, "2bw", **RUN, tensorboard_dir=tmp_path, two_bw_trace=folder),
+        )
+    )
     check(tensorboard(tmp_path), lines)
     assert (folder / "timeline.png").stat().st_size > 1000
     assert '"title":"batches ' in (folder / "timeline.html").read_text()
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     for stage in (0, 1):
-        found = [e["name"] for e in events if e.get("tid") == stage and e.get("cat") in ("F", "B", "R", "S")]
+        found = [
+            e["name"]
+            for e in events
+            if e.get("tid") == stage and e.get("cat") in ("F", "B", "R", "S")
+        ]
         rows = (SCHEDULES["2bw"].actions(Shape(2, 4, 0, 5), stage, j) for j in range(5))
         assert found == [str(action) for row in rows for action in row]
 
@@ -85,14 +114,19 @@ def watched(rank: int, argv: list[str], forward: float, backward: float) -> str:
 
 
 def test_the_bubble_of_a_flush(tmp_path):
-    """The stages sleep, and wait 0.15 s an iteration for each other, for a forward and a backward: the last one mostly
-    at the end, which must count too."""
-    flags = command(2, 2, "pipedream-flush", **RUN, num_layers=2, tensorboard_dir=tmp_path)
+    """The stages sleep, and wait 0.15 s an iteration for each other, for a forward and
+    a backward: the last one mostly at the end, which must count too."""
+    flags = command(
+        2, 2, "pipedream-flush", **RUN, num_layers=2, tensorboard_dir=tmp_path
+    )
     output = run_world(2, watched, flags, 0.05, 0.1)[1]
     board, lines = tensorboard(tmp_path), logged(output)
     check(board, lines)
     tokens = 2 * 2 * 16  # an iteration
     for stage in (0, 1):
         shown = [board[iteration] for iteration in lines]
-        waited = [tokens / values["tokens per second"] * values[f"bubble/stage {stage}"] for values in shown]
+        waited = [
+            tokens / values["tokens per second"] * values[f"bubble/stage {stage}"]
+            for values in shown
+        ]
         assert max(waited) > 0.1  # no load makes all of them shorter

@@ -1,4 +1,5 @@
-"""The word perplexity of scripts/table2.py --gpt, by lm-eval, equals a direct computation. Needs lm-eval."""
+"""The word perplexity of scripts/table2.py --gpt, by lm-eval, equals a direct
+computation. Needs lm-eval."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ ORACLES = ROOT / "build" / "oracles"
 
 
 def test_the_word_perplexity_equals_a_direct_computation(tmp_path, monkeypatch):
-    python = ORACLES / "bin" / "python" if (ORACLES / ".installed").exists() else Path(sys.executable)
+    python = (
+        ORACLES / "bin" / "python"
+        if (ORACLES / ".installed").exists()
+        else Path(sys.executable)
+    )
     if python == Path(sys.executable) and not find_spec("lm_eval"):
         pytest.skip("`make oracles` or pip install 'megatron_2bw[eval]'")
     import torch
@@ -27,14 +32,28 @@ def test_the_word_perplexity_equals_a_direct_computation(tmp_path, monkeypatch):
     pages = ["one two three two one", "three one two", "two two"]
     text = tmp_path / "wikitext.jsonl"
     text.write_text("".join(json.dumps({"page": page}) + "\n" for page in pages))
-    tokenizer = Tokenizer(models.WordLevel({"<end>": 0, "one": 1, "two": 2, "three": 3}, unk_token="<end>"))
+    tokenizer = Tokenizer(
+        models.WordLevel(
+            {"<end>": 0, "one": 1, "two": 2, "three": 3}, unk_token="<end>"
+        )
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", bos_token="<end>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end>", bos_token="<end>"
+    )
     folder = tmp_path / "vanilla"
     tokenizer.save_pretrained(folder)
     torch.manual_seed(1)
     model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=8, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+        GPT2Config(
+            vocab_size=8,
+            n_positions=32,
+            n_embd=16,
+            n_layer=1,
+            n_head=2,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
     )
     model.save_pretrained(folder)
     model.eval()
@@ -50,7 +69,15 @@ def test_the_word_perplexity_equals_a_direct_computation(tmp_path, monkeypatch):
 
     out = tmp_path / "out"
     words = ["--gpt", f"vanilla={folder}", "--wikitext", str(text), "--out", str(out)]
-    subprocess.run([python, ROOT / "scripts" / "table2.py", *words], check=True, timeout=250)
-    (row,) = [row for row in json.loads((out / "table2.json").read_text())["rows"] if row["label"] == "vanilla"]
-    assert row["task"] == "wikitext" and row["mean"] == pytest.approx(expected, rel=1e-5)
+    subprocess.run(
+        [python, ROOT / "scripts" / "table2.py", *words], check=True, timeout=250
+    )
+    (row,) = [
+        row
+        for row in json.loads((out / "table2.json").read_text())["rows"]
+        if row["label"] == "vanilla"
+    ]
+    assert row["task"] == "wikitext" and row["mean"] == pytest.approx(
+        expected, rel=1e-5
+    )
     assert row["paper"] == 19.28

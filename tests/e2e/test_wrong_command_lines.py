@@ -1,7 +1,9 @@
-"""A wrong command line ends at once: its last line names the flag, status 2, no traceback, no hang.
+"""A wrong command line ends at once: its last line names the flag, status 2, no
+traceback, no hang.
 
-What the rules say is tested without processes (tests/unit/test_arguments.py, test_refused_flags.py); here the entry
-scripts run as a user runs them, a case for each place where a mistake is found.
+What the rules say is tested without processes (tests/unit/test_arguments.py,
+test_refused_flags.py); here the entry scripts run as a user runs them, a case for each
+place where a mistake is found.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ GPT = "pretrain_gpt_2bw.py"
 
 
 def check(status: int, output: str, script: str, words: str, ranks: int = 1) -> None:
-    """The line of error comes last; of several ranks, which start seconds apart on a busy machine, one from each."""
+    """The line of error comes last; of several ranks, which start seconds apart on a
+    busy machine, one from each."""
     lines = output.splitlines()
     errors = [line for line in lines if "error:" in line]
     assert 1 <= len(errors) <= ranks and len(set(errors)) == 1, output[-3000:]
@@ -41,7 +44,9 @@ def run(script: str, argv: list[str], words: str, **environment: str) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         timeout=LIMIT,
-        env=os.environ | {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"} | environment,
+        env=os.environ
+        | {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}
+        | environment,
     )
     check(ended.returncode, ended.stdout, script, words)
     assert ended.returncode == 2
@@ -49,10 +54,26 @@ def run(script: str, argv: list[str], words: str, **environment: str) -> None:
 
 CASES = {
     "an own size": (GPT, command(2, 1), "use --global-batch-size 4 or more"),
-    "a refused flag": (BERT, command(2, 2, "pipedream", "--num-experts", "4"), "--num-experts 4 does not work with"),
-    "Megatron's validation": (GPT, command(2, 2, save="folder"), "args.save_interval is not None (AssertionError in"),
-    "Megatron's configuration": (GPT, command(2, 2, "2bw", "--batch-invariant-mode"), "--attention-backend flash"),
-    "the model": (GPT, command(1, 2, "2bw", tokenizer_type="HuggingFaceTokenizer", vocab_size=None), "okenizer"),
+    "a refused flag": (
+        BERT,
+        command(2, 2, "pipedream", "--num-experts", "4"),
+        "--num-experts 4 does not work with",
+    ),
+    "Megatron's validation": (
+        GPT,
+        command(2, 2, save="folder"),
+        "args.save_interval is not None (AssertionError in",
+    ),
+    "Megatron's configuration": (
+        GPT,
+        command(2, 2, "2bw", "--batch-invariant-mode"),
+        "--attention-backend flash",
+    ),
+    "the model": (
+        GPT,
+        command(1, 2, "2bw", tokenizer_type="HuggingFaceTokenizer", vocab_size=None),
+        "okenizer",
+    ),
 }
 FORKED = ("Megatron's configuration", "the model")
 
@@ -69,26 +90,52 @@ def test_the_last_line_names_the_flag(name):
 
 
 def checkpoint(folder: Path, **arguments) -> Path:
-    """The head of a checkpoint in Megatron's oldest format, saved by one process or by two stages with `arguments`."""
+    """The head of a checkpoint in Megatron's oldest format, saved by one process or by
+    two stages with `arguments`."""
     for rank in ("mp_rank_00", "mp_rank_00_000", "mp_rank_00_001"):
         path = folder / "iter_0000001" / rank / "model_optim_rng.pt"
         path.parent.mkdir(parents=True)
-        torch.save({"args": argparse.Namespace(**arguments), "iteration": 1, "checkpoint_version": 3.0}, path)
+        torch.save(
+            {
+                "args": argparse.Namespace(**arguments),
+                "iteration": 1,
+                "checkpoint_version": 3.0,
+            },
+            path,
+        )
     (folder / "latest_checkpointed_iteration.txt").write_text("1")
     return folder
 
 
 def test_a_checkpoint_whose_arguments_are_refused(tmp_path):
     load = checkpoint(tmp_path / "experts", num_layers=4, num_experts=8)
-    argv = command(1, 2, "pipedream", "--use-checkpoint-args", num_layers=None, ckpt_format="torch", load=load)
+    argv = command(
+        1,
+        2,
+        "pipedream",
+        "--use-checkpoint-args",
+        num_layers=None,
+        ckpt_format="torch",
+        load=load,
+    )
     run(GPT, argv, "--num-experts 8 ", WORLD_SIZE="1")
 
 
 def test_two_ranks_under_torchrun(tmp_path):
     """Both ranks meet the fault while they set up, when they are already joined."""
-    argv = command(2, 2, "2bw", ckpt_format="torch", load=checkpoint(tmp_path / "model", num_layers=8))
+    argv = command(
+        2,
+        2,
+        "2bw",
+        ckpt_format="torch",
+        load=checkpoint(tmp_path / "model", num_layers=8),
+    )
     words = "num_layers value from checkpoint (8) is not equal"
-    ended = torchrun(2, GPT, argv, PET_REDIRECTS="3", PET_LOG_DIR=str(tmp_path), timeout=2 * LIMIT)
+    ended = torchrun(
+        2, GPT, argv, PET_REDIRECTS="3", PET_LOG_DIR=str(tmp_path), timeout=2 * LIMIT
+    )
     logs = sorted(tmp_path.rglob("stderr.log"))
     assert len(logs) == 2
-    check(ended.returncode, "".join(log.read_text() for log in logs), GPT, words, ranks=2)
+    check(
+        ended.returncode, "".join(log.read_text() for log in logs), GPT, words, ranks=2
+    )

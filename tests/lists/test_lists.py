@@ -1,8 +1,10 @@
-"""Real argument lists, scaled to tiny models: each starts as it is under both schedules and trains two iterations on
-the CPU, or is refused with one of the limits that are named here.
+"""Real argument lists, scaled to tiny models: each starts as it is under both schedules
+and trains two iterations on the CPU, or is refused with one of the limits that are
+named here.
 
-The test trains so many of them under 2bw that each flag is met; `python -m tests.lists.test_lists` prints how many
-start, and which limits refused the others, and with the word `train` behind it trains all.
+The test trains so many of them under 2bw that each flag is met; `python -m
+tests.lists.test_lists` prints how many start, and which limits refused the others, and
+with the word `train` behind it trains all.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ import yaml
 from megatron_2bw.local_ranks import run_world
 from tests.distributed.training import train
 
-# What 2bw does not do yet, and what Megatron does not do without Transformer Engine, by the flag that asks for it.
+# What 2bw does not do yet, and what Megatron does not do without Transformer Engine, by
+# the flag that asks for it.
 ON_CPU = ["--multi-latent-attention", "--experimental-attention-variant"]
 LIMITS = {
     "2bw": """--fp8-format --use-megatron-fsdp --use-torch-fsdp2 --fine-grained-activation-offloading
@@ -33,12 +36,16 @@ LIMITS = {
     + ON_CPU,
     "megatron": ON_CPU,
 }
-# Places, data and services of whoever wrote a list; and numbers that go with the original sizes.
+# Places, data and services of whoever wrote a list; and numbers that go with the
+# original sizes.
 LEFT_OUT = """--data-path --train-data-path --valid-data-path --test-data-path --vocab-file --merge-file
 --tokenizer-model --wandb-project --wandb-exp-name --wandb-entity --wandb-save-dir --tp-comm-overlap-cfg --train-samples
 --lr-decay-samples --lr-warmup-samples --lr-decay-iters --lr-warmup-iters
 --exit-interval --use-checkpoint-args --finetune --fim-data --fim-rate --fim-spm-rate""".split()
-ALWAYS = "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --train-iters 2 --num-workers 0 --device cpu"
+ALWAYS = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --train-iters 2 "
+    "--num-workers 0 --device cpu"
+)
 SMALL = {
     "--hidden-size": 32,
     "--num-attention-heads": 4,
@@ -71,16 +78,25 @@ SMALL = {
     "--log-interval": 1,
 }
 PLACES = ("--save", "--load", "--tensorboard-dir", "--data-cache-path")
-RANKS = ("--pipeline-model-parallel-size", "--context-parallel-size", "--tensor-model-parallel-size")
+RANKS = (
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+    "--tensor-model-parallel-size",
+)
 
 
 def corpus() -> dict[str, list[str]]:
     files = sorted(Path(__file__).parent.glob("*.yaml"))
-    return {name: shlex.split(text) for file in files for name, text in yaml.safe_load(file.read_text()).items()}
+    return {
+        name: shlex.split(text)
+        for file in files
+        for name, text in yaml.safe_load(file.read_text()).items()
+    }
 
 
 def scaled(words: list[str], folder: str) -> tuple[list[str], int]:
-    """The list for a tiny model that has its files in `folder`; and its number of processes, at most four."""
+    """The list for a tiny model that has its files in `folder`; and its number of
+    processes, at most four."""
     flags: dict[str, list[str]] = {}
     for word in words:
         if word.startswith("--"):
@@ -92,13 +108,28 @@ def scaled(words: list[str], folder: str) -> tuple[list[str], int]:
     for name in (name for name in RANKS if name in flags):
         sizes[name] = min(int(flags[name][0]), 2, left)
         left //= sizes[name]
-    ranks = math.prod(sizes.values()) * (2 if "--num-distributed-optimizer-instances" in flags else 1)
-    layers = {"--num-layers": 6} if "--account-for-embedding-in-pipeline-split" in flags else {}
+    ranks = math.prod(sizes.values()) * (
+        2 if "--num-distributed-optimizer-instances" in flags else 1
+    )
+    layers = (
+        {"--num-layers": 6}
+        if "--account-for-embedding-in-pipeline-split" in flags
+        else {}
+    )
     places = {name: f"{folder}/{name.replace('load', 'save')[2:]}" for name in PLACES}
     for name, given in (SMALL | layers | sizes | places).items():
         if name in flags:
-            flags[name] = shlex.split(str(given)) if name != "--step-batch-size-schedule" else [given]
-    kept = [word for name, given in flags.items() if name not in LEFT_OUT for word in (name, *given)]
+            flags[name] = (
+                shlex.split(str(given))
+                if name != "--step-batch-size-schedule"
+                else [given]
+            )
+    kept = [
+        word
+        for name, given in flags.items()
+        if name not in LEFT_OUT
+        for word in (name, *given)
+    ]
     return [*kept, *ALWAYS.split()], ranks
 
 
@@ -106,7 +137,8 @@ LISTS = corpus()
 
 
 def refusals(rank: int) -> dict[tuple[str, str], str | None]:
-    """What the real parser, the rules and Megatron's validation answer to each list; None if they accept it."""
+    """What the real parser, the rules and Megatron's validation answer to each list;
+    None if they accept it."""
     from megatron.training.global_vars import unset_global_variables
 
     from megatron_2bw.flags import early, parse
@@ -144,8 +176,14 @@ def refused_flag(line: str) -> str:
 def representatives() -> list[tuple[str, str]]:
     """Lists that train under 2bw with each flag of the corpus that it takes."""
     chosen: list[tuple[str, str]] = []
-    left = {word for words in LISTS.values() for word in words if word.startswith("--")} - {*LEFT_OUT}
-    able = {name: {*words} for name, words in LISTS.items() if not {*words} & {*LIMITS["2bw"]}}
+    left = {
+        word for words in LISTS.values() for word in words if word.startswith("--")
+    } - {*LEFT_OUT}
+    able = {
+        name: {*words}
+        for name, words in LISTS.items()
+        if not {*words} & {*LIMITS["2bw"]}
+    }
     while able[best := max(able, key=lambda name: len(able[name] & left))] & left:
         chosen.append((best, "2bw"))
         left -= able[best]
@@ -155,15 +193,24 @@ def representatives() -> list[tuple[str, str]]:
 @pytest.mark.proof
 def test_each_list_starts_or_names_a_limit():
     refused = {case: line for case, line in answers().items() if line}
-    assert {case: line for case, line in refused.items() if refused_flag(line) not in LIMITS[case[1]]} == {}
+    assert {
+        case: line
+        for case, line in refused.items()
+        if refused_flag(line) not in LIMITS[case[1]]
+    } == {}
 
 
 @pytest.mark.proof("bert/bert_release-2bw", "gpt/gpt3_mcore_tp2_pp2_uninstall_te-2bw")
 @pytest.mark.parametrize("name, schedule", representatives())
 def test_lists_that_start_train(name, schedule, tmp_path):
     argv, ranks = scaled(LISTS[name], str(tmp_path))
-    argv = ["pretrain_bert_2bw.py"] * ("bert" in name) + [*argv, "--pipeline-schedule", schedule]
-    runs = run_world(ranks, train, argv, timeout=280.0)  # an asynchronous save starts a process for each rank
+    argv = ["pretrain_bert_2bw.py"] * ("bert" in name) + [
+        *argv,
+        "--pipeline-schedule",
+        schedule,
+    ]
+    # an asynchronous save starts a process for each rank
+    runs = run_world(ranks, train, argv, timeout=280.0)
     assert len(runs[-1].grad_norms) == 2
     assert all(math.isfinite(loss) for loss in runs[-1].losses) and runs[-1].losses
 
@@ -174,9 +221,13 @@ def main(what: str = "") -> None:
     for schedule in LIMITS:
         lines = [line for (_, other), line in found.items() if other == schedule]
         print(f"{schedule}: {lines.count(None)} start; refused by")
-        for flag, number in Counter(refused_flag(line) or line for line in lines if line).most_common():
+        for flag, number in Counter(
+            refused_flag(line) or line for line in lines if line
+        ).most_common():
             print(f"  {number:3} {flag}")
-    for case in [case for case, line in found.items() if what == "train" and line is None]:
+    for case in [
+        case for case, line in found.items() if what == "train" and line is None
+    ]:
         with tempfile.TemporaryDirectory() as folder:
             test_lists_that_start_train(*case, folder)
         print("trained:", *case, flush=True)

@@ -1,12 +1,16 @@
-"""Explores the orders in which the threads of all ranks can issue what `record` noted, and finds deadlocks.
+"""Explores the orders in which the threads of all ranks can issue what `record` noted,
+and finds deadlocks.
 
-A GPU as CUDA and NCCL document it: a stream runs its operations in order; a hardware queue hands operations over in the
-order in which they were issued, so that an operation that cannot start stops all behind it, of other streams too; an
-NCCL kernel is complete when all its ranks have started theirs. The GPU is always run as far as it comes: a slower one
-allows fewer orders of the threads. Operations between two NCCL kernels of a thread are issued at once: if another
-thread's operation among them can lead to a deadlock, it can before or after them.
+A GPU as CUDA and NCCL document it: a stream runs its operations in order; a hardware
+queue hands operations over in the order in which they were issued, so that an operation
+that cannot start stops all behind it, of other streams too; an NCCL kernel is complete
+when all its ranks have started theirs. The GPU is always run as far as it comes: a
+slower one allows fewer orders of the threads. Operations between two NCCL kernels of a
+thread are issued at once: if another thread's operation among them can lead to a
+deadlock, it can before or after them.
 
-A state is (position of each thread, queues, started, done, snapshots): integers are sets of bits, one bit an operation.
+A state is (position of each thread, queues, started, done, snapshots): integers are
+sets of bits, one bit an operation.
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-SET, WAIT, ISSUE, SNAP, DRAIN = range(5)  # kinds of instructions; DRAIN waits for what SNAP has seen
+# kinds of instructions; DRAIN waits for what SNAP has seen
+SET, WAIT, ISSUE, SNAP, DRAIN = range(5)
 VERBS = "is at", "waits for", "cannot issue", "is at", "waits for the GPU:"
 K, R, W, C = range(4)  # kinds of operations on a GPU
 KINDS = {"K": K, "R": R, "W": W, "C": C}
@@ -24,7 +29,8 @@ KINDS = {"K": K, "R": R, "W": W, "C": C}
 
 @dataclass
 class Instruction:
-    """kind and value: SET a bit, WAIT for a mask, ISSUE operations, SNAP and DRAIN (streams, or None for all).
+    """kind and value: SET a bit, WAIT for a mask, ISSUE operations, SNAP and DRAIN
+    (streams, or None for all).
 
     own  only threads of this rank can end the wait
     """
@@ -41,10 +47,13 @@ Programs = list[dict[str, list[tuple]]]  # by rank and thread: entries of the lo
 
 
 def programs(logs: list[list[tuple]]) -> Programs:
-    """The logs by thread, from the first iteration on, without what has no part in waiting."""
+    """The logs by thread, from the first iteration on, without what has no part in
+    waiting."""
     result = []
     for log in logs:
-        awaited = {entry[4] for entry in log if entry[2] == "W"} | {entry[3] for entry in log if entry[2] == "E"}
+        awaited = {entry[4] for entry in log if entry[2] == "W"} | {
+            entry[3] for entry in log if entry[2] == "E"
+        }
         threads: dict[str, list[tuple]] = defaultdict(list)
         known: set[int] = set()
         for thread, label, kind, *values in log:
@@ -52,7 +61,9 @@ def programs(logs: list[list[tuple]]) -> Programs:
                 continue
             if kind == "R":
                 known.add(values[1])
-            if (kind == "W" and values[1] not in known) or (kind == "E" and values[0] not in known):
+            if (kind == "W" and values[1] not in known) or (
+                kind == "E" and values[0] not in known
+            ):
                 continue
             entries = threads[thread]
             if kind == "K" and entries and entries[-1][:3] == (label, kind, values[0]):
@@ -74,11 +85,15 @@ def streams_of(threads: Programs, thread: str | None = None) -> list[str]:
     return [stream for stream, _ in used.most_common()]
 
 
-def device_waits(threads: Programs, thread: str, locked: bool, everywhere: bool = False) -> Iterator[tuple]:
-    """Each place in a thread's programs, and the programs with a wait for the whole GPU there.
+def device_waits(
+    threads: Programs, thread: str, locked: bool, everywhere: bool = False
+) -> Iterator[tuple]:
+    """Each place in a thread's programs, and the programs with a wait for the whole GPU
+    there.
 
-    locked: the waiting thread holds the driver's lock meanwhile, so that the other one cannot issue
-    everywhere: at one place (action of the schedule, number of the entry in it) on all ranks at once
+    locked: the waiting thread holds the driver's lock meanwhile, so that the other one
+    cannot issue everywhere: at one place (action of the schedule, number of the entry
+    in it) on all ranks at once
     """
     places: dict[tuple, list[tuple[int, int]]] = defaultdict(list)
     for rank, by_name in enumerate(threads):
@@ -86,7 +101,8 @@ def device_waits(threads: Programs, thread: str, locked: bool, everywhere: bool 
         for index, entry in enumerate(entries := by_name.get(thread, ())):
             key = entry[0], counts[entry[0]]
             counts[entry[0]] += 1
-            if index and entry[1] in "KRW" and entries[index - 1][1] in "KRW":  # it waits for what it would before them
+            # it waits for what it would before them
+            if index and entry[1] in "KRW" and entries[index - 1][1] in "KRW":
                 continue
             places[key if everywhere else (rank, *key)].append((rank, index))
     for place, found in places.items():
@@ -116,11 +132,19 @@ class World:
         blocking: bool = False,
     ):
         self.limit = limit
-        self.kind, self.stream, self.target, self.comms, self.queue, self.text = [], [], [], [], [], []
+        self.kind, self.stream, self.target, self.comms, self.queue, self.text = (
+            [],
+            [],
+            [],
+            [],
+            [],
+            [],
+        )
         self.names: list[str] = []  # of the streams, with their ranks
         self.masks: list[int] = []  # of the operations of each stream
         self.rank_mask = [0] * len(threads)
-        self.members: dict[tuple, int] = defaultdict(int)  # operation of NCCL or gloo -> its ranks' bits
+        # operation of NCCL or gloo -> its ranks' bits
+        self.members: dict[tuple, int] = defaultdict(int)
         self.ranks = [rank for rank, by_name in enumerate(threads) for _ in by_name]
         self.thread_names = [name for by_name in threads for name in by_name]
         self._queue_of, self._alias, self._blocking = queue_of, alias or {}, blocking
@@ -128,23 +152,32 @@ class World:
         self._queues: dict[object, int] = {}
         self._bits: dict[tuple, int] = {}
         self.code = [
-            self._compile(rank, entries) for rank, by_name in enumerate(threads) for entries in by_name.values()
+            self._compile(rank, entries)
+            for rank, by_name in enumerate(threads)
+            for entries in by_name.values()
         ]
         self.users = self._users(self.queue)
         for code in self.code:
             for step in code:
-                if step.kind == WAIT and isinstance(step.value, tuple):  # of a meeting on gloo
+                # of a meeting on gloo
+                if step.kind == WAIT and isinstance(step.value, tuple):
                     step.value = self.members[step.value]
                 elif step.kind == WAIT and callable(step.value):
                     step.value = step.value()
-        self.needs = [self.members[comm] if comm else 0 for comm in self.comms]  # an NCCL kernel's, on all its ranks
+        # an NCCL kernel's, on all its ranks
+        self.needs = [self.members[comm] if comm else 0 for comm in self.comms]
         self.partners = [list(bits_of(need)) for need in self.needs]
-        alone = {stream for stream, users in self._users(self.stream).items() if len(users) == 1}
+        alone = {
+            stream
+            for stream, users in self._users(self.stream).items()
+            if len(users) == 1
+        }
         waits = {  # what another thread issues may change these
             (self.ranks[i], number)
             for i, code in enumerate(self.code)
             for number, step in enumerate(code)
-            if step.kind == SNAP and (step.value is None or not alone.issuperset(step.value))
+            if step.kind == SNAP
+            and (step.value is None or not alone.issuperset(step.value))
         }
         watched = {rank for rank, _ in waits}
         self.private = [
@@ -158,7 +191,10 @@ class World:
             ]
             for rank, code in zip(self.ranks, self.code)
         ]
-        self.siblings = [[i for i, r in enumerate(self.ranks) if r == rank] for rank in range(len(threads))]
+        self.siblings = [
+            [i for i, r in enumerate(self.ranks) if r == rank]
+            for rank in range(len(threads))
+        ]
 
     # Compiling
 
@@ -212,16 +248,30 @@ class World:
                 stream = self._stream(rank, values[0])
                 if kind != "R" and any(self.kind[op] == C for op in ops):
                     flush(last)
-                if not (ops and kind == "K" and self.kind[ops[-1]] == K and self.stream[ops[-1]] == stream):
+                if not (
+                    ops
+                    and kind == "K"
+                    and self.kind[ops[-1]] == K
+                    and self.stream[ops[-1]] == stream
+                ):
                     ops.append(self._operation(rank, kind, stream, values))
             else:
                 flush(last)
             last = label
             if kind == "S":
-                streams = None if values[0] is None else (self._stream(rank, values[0]),)
+                streams = (
+                    None if values[0] is None else (self._stream(rank, values[0]),)
+                )
                 wait_for(streams, label, str(values[1]), len(values) > 2 and values[2])
             elif kind == "E":
-                code.append(Instruction(WAIT, 1 << self._bit(rank, "event", values[0]), label, "an event"))
+                code.append(
+                    Instruction(
+                        WAIT,
+                        1 << self._bit(rank, "event", values[0]),
+                        label,
+                        "an event",
+                    )
+                )
             elif kind in "GH":
                 operation = tuple(values)
                 if kind == "G":
@@ -235,7 +285,9 @@ class World:
                 code.append(Instruction(SET, 1 << bit, label, f"job {values[0]}"))
             elif kind in "JT":
                 bit = self._bit(rank, {"J": "P", "T": "D"}[kind], values[0])
-                code.append(Instruction(WAIT, 1 << bit, label, f"job {values[0]}", own=True))
+                code.append(
+                    Instruction(WAIT, 1 << bit, label, f"job {values[0]}", own=True)
+                )
         flush(last)
         return code
 
@@ -246,7 +298,10 @@ class World:
         target = self._bit(rank, "event", values[1]) if kind in "RW" else 0
         op = target if kind == "R" else self._new()
         self.kind[op], self.stream[op], self.target[op] = KINDS[kind], stream, target
-        self.queue[op], self.text[op] = self._queues.setdefault(queue, len(self._queues)), text
+        self.queue[op], self.text[op] = (
+            self._queues.setdefault(queue, len(self._queues)),
+            text,
+        )
         if kind == "C":
             self.comms[op] = tuple(values[1])
             self.members[self.comms[op]] |= 1 << op
@@ -257,10 +312,17 @@ class World:
     # Running
 
     def start(self) -> tuple:
-        return self._advance((0,) * len(self.code), ((),) * len(self._queues), 0, 0, (0,) * len(self.code))
+        return self._advance(
+            (0,) * len(self.code),
+            ((),) * len(self._queues),
+            0,
+            0,
+            (0,) * len(self.code),
+        )
 
     def _advance(self, at, queues, started, done, snaps) -> tuple:
-        """The GPUs, and the threads up to their next choice: waits that are over, and what meets no other thread."""
+        """The GPUs, and the threads up to their next choice: waits that are over, and
+        what meets no other thread."""
         at, snaps = list(at), list(snaps)
         queues, started, done = self._progress(queues, started, done)
         again = True
@@ -282,9 +344,13 @@ class World:
                     elif not self.private[thread][at[thread]]:
                         break
                     elif step.kind == SNAP:
-                        snaps[thread] = self._seen(thread, step, queues, started) & ~done
+                        snaps[thread] = (
+                            self._seen(thread, step, queues, started) & ~done
+                        )
                     else:
-                        queues, started, done = self._progress(self._put(queues, step.value), started, done)
+                        queues, started, done = self._progress(
+                            self._put(queues, step.value), started, done
+                        )
                         again = True
                     at[thread] += 1
         return tuple(at), queues, started, done, tuple(snaps)
@@ -297,7 +363,11 @@ class World:
 
     def _seen(self, thread: int, step: Instruction, queues, started) -> int:
         """What a SNAP sees: all that has been issued to its streams."""
-        of = self.rank_mask[self.ranks[thread]] if step.value is None else _union(self.masks[s] for s in step.value)
+        of = (
+            self.rank_mask[self.ranks[thread]]
+            if step.value is None
+            else _union(self.masks[s] for s in step.value)
+        )
         return (started | _union(1 << op for queue in queues for op in queue)) & of
 
     def _progress(self, queues, started, done) -> tuple:
@@ -310,7 +380,8 @@ class World:
                 for op in queue:
                     kind, mask = kinds[op], masks[streams[op]]
                     busy = started & ~done & mask
-                    if kind == R:  # it blocks no queue: it is over with what its stream has started
+                    # it blocks no queue: it is over with what its stream has started
+                    if kind == R:
                         started |= 1 << op
                         if not busy:
                             done |= 1 << op
@@ -334,7 +405,11 @@ class World:
         """The threads that can issue something."""
         at, queues, _, _, _ = state
         found = []
-        locked = {self.ranks[i] for i, code in enumerate(self.code) if at[i] < len(code) and code[at[i]].locked}
+        locked = {
+            self.ranks[i]
+            for i, code in enumerate(self.code)
+            if at[i] < len(code) and code[at[i]].locked
+        }
         full = {
             self.ranks[next(iter(self.users[q]))]
             for q, queue in enumerate(queues)
@@ -342,7 +417,11 @@ class World:
         }
         for thread, code in enumerate(self.code):
             rank = self.ranks[thread]
-            if at[thread] < len(code) and code[at[thread]].kind in (ISSUE, SNAP) and rank not in locked:
+            if (
+                at[thread] < len(code)
+                and code[at[thread]].kind in (ISSUE, SNAP)
+                and rank not in locked
+            ):
                 if rank not in full or code[at[thread]].kind == SNAP:
                     found.append(thread)
         return found
@@ -353,19 +432,38 @@ class World:
         if step.kind == ISSUE:
             queues = self._put(queues, step.value)
         else:
-            snaps = (*snaps[:thread], self._seen(thread, step, queues, started) & ~done, *snaps[thread + 1 :])
-        return self._advance((*at[:thread], at[thread] + 1, *at[thread + 1 :]), queues, started, done, snaps)
+            snaps = (
+                *snaps[:thread],
+                self._seen(thread, step, queues, started) & ~done,
+                *snaps[thread + 1 :],
+            )
+        return self._advance(
+            (*at[:thread], at[thread] + 1, *at[thread + 1 :]),
+            queues,
+            started,
+            done,
+            snaps,
+        )
 
     def finished(self, state) -> bool:
         at, queues, started, done, _ = state
-        return not any(queues) and not started & ~done and all(a == len(code) for a, code in zip(at, self.code))
+        return (
+            not any(queues)
+            and not started & ~done
+            and all(a == len(code) for a, code in zip(at, self.code))
+        )
 
     def branches(self, state) -> list[int]:
-        """Choices that suffice: those of one rank, if nothing that another does can add to them before."""
+        """Choices that suffice: those of one rank, if nothing that another does can add
+        to them before."""
         found = self.choices(state)
         at = state[0]
         for rank in dict.fromkeys(self.ranks[thread] for thread in found):
-            others = [i for i in self.siblings[rank] if i not in found and at[i] < len(self.code[i])]
+            others = [
+                i
+                for i in self.siblings[rank]
+                if i not in found and at[i] < len(self.code[i])
+            ]
             if all(self.code[i][at[i]].own for i in others):
                 return [thread for thread in found if self.ranks[thread] == rank]
         return found
@@ -378,15 +476,31 @@ class World:
         rows = []
         for thread, code in enumerate(self.code):
             step = code[at[thread]] if at[thread] < len(code) else None
-            what = f"{step.label:12} {VERBS[step.kind]} {step.text}" if step else "is through"
-            rows.append(f"rank {self.ranks[thread]}  {self.thread_names[thread]:9}  {what}")
+            what = (
+                f"{step.label:12} {VERBS[step.kind]} {step.text}"
+                if step
+                else "is through"
+            )
+            rows.append(
+                f"rank {self.ranks[thread]}  {self.thread_names[thread]:9}  {what}"
+            )
         for number, queue in enumerate(queues):
             if queue:
-                rank, stream = self.ranks[next(iter(self.users[number]))], self.names[self.stream[queue[0]]]
-                what = f"{'KRWC'[self.kind[queue[0]]]} {self.text[queue[0]]}; {len(queue) - 1} behind"
+                rank, stream = (
+                    self.ranks[next(iter(self.users[number]))],
+                    self.names[self.stream[queue[0]]],
+                )
+                what = (
+                    f"{'KRWC'[self.kind[queue[0]]]} {self.text[queue[0]]}; "
+                    f"{len(queue) - 1} behind"
+                )
                 rows.append(f"rank {rank}  {'a queue':9}  {stream}: {what}")
-        running = [self.text[bit] for bit in bits_of(started & ~done) if self.kind[bit] == C]
-        return "\n".join([*sorted(rows), "started, without all ranks: " + ", ".join(running)])
+        running = [
+            self.text[bit] for bit in bits_of(started & ~done) if self.kind[bit] == C
+        ]
+        return "\n".join(
+            [*sorted(rows), "started, without all ranks: " + ", ".join(running)]
+        )
 
 
 def bits_of(mask: int) -> Iterator[int]:
@@ -405,7 +519,8 @@ def _union(masks: Iterable[int]) -> int:
 
 @dataclass
 class Result:
-    """What an exploration found. `complete`: all orders were explored, or proved to lead to the same."""
+    """What an exploration found. `complete`: all orders were explored, or proved to
+    lead to the same."""
 
     states: int
     dead: int
@@ -435,7 +550,8 @@ def exhaust(world: World, limit: int = 10**6) -> Result:
 
 
 def sample(world: World, runs: int, seed: int = 0) -> Result:
-    """Random orders. Threads have random priorities, some of which change on the way; now and then any is chosen."""
+    """Random orders. Threads have random priorities, some of which change on the way;
+    now and then any is chosen."""
     dead, states, example, first = 0, 0, "", world.start()
     for run in range(runs):
         rng = random.Random(seed * 1_000_003 + run)
@@ -445,7 +561,11 @@ def sample(world: World, runs: int, seed: int = 0) -> Result:
         while threads := world.choices(state):
             if rng.random() < change:
                 priority[rng.randrange(len(priority))] = rng.random()
-            thread = rng.choice(threads) if rng.random() < noise else max(threads, key=priority.__getitem__)
+            thread = (
+                rng.choice(threads)
+                if rng.random() < noise
+                else max(threads, key=priority.__getitem__)
+            )
             state = world.step(state, thread)
             states += 1
         if not world.finished(state):

@@ -1,18 +1,23 @@
-"""Records what the CPU threads of a rank issue to a GPU, while the real project trains on the stand-in (tests/device).
+"""Records what the CPU threads of a rank issue to a GPU, while the real project trains
+on the stand-in (tests/device).
 
-The stand-in notes each call that it takes: launches, events, waits, NCCL's operations. Added here are the names of the
-groups, gloo's collectives and the hand-over of jobs between threads. Nothing of a schedule is written here: a change of
-the runtime changes the log. Each query for the end of an operation answers no, as on the slowest GPU.
+The stand-in notes each call that it takes: launches, events, waits, NCCL's operations.
+Added here are the names of the groups, gloo's collectives and the hand-over of jobs
+between threads. Nothing of a schedule is written here: a change of the runtime changes
+the log. Each query for the end of an operation answers no, as on the slowest GPU.
 
-Entries are (thread, label, kind, ...); "train" is the training thread with autograd's, for which it waits:
-    K stream                     a kernel or a copy
-    R/W stream event             the stream records an event; it waits for one
-    C stream (id, ranks)         an NCCL kernel: complete when all ranks have started theirs
-    S stream                     the thread waits for the stream, or with None for the whole GPU
-    E event                      the thread waits for an event
-    G/H id ranks                 the thread arrives at a collective of gloo; it waits until all ranks have
-    P/J/D/T job                  a job is submitted, starts in its thread, ends; the thread waits for its end. A
-                                 portion of the gradients that is copied to the host is such a job too
+Entries are (thread, label, kind, ...); "train" is the training thread with autograd's,
+for which it waits:
+    K stream                     a kernel or a copy R/W stream event             the
+    stream records an event; it waits for one C stream (id, ranks)         an NCCL
+    kernel: complete when all ranks have started theirs
+    S stream                     the thread waits for the stream, or with None for the
+    whole GPU
+    E event                      the thread waits for an event G/H id ranks
+    the thread arrives at a collective of gloo; it waits until all ranks have
+    P/J/D/T job                  a job is submitted, starts in its thread, ends; the
+    thread waits for its end. A portion of the gradients that is copied to the host is
+    such a job too
 """
 
 from __future__ import annotations
@@ -31,8 +36,10 @@ from torch._C._distributed_c10d import ProcessGroup
 
 device = ctypes.CDLL(None)
 lock = threading.RLock()
-numbers: Counter[str] = Counter()  # the last number given to a job, an operation of a group
-groups: dict[str, tuple[str, bool, list[int]]] = {}  # torch's name -> name on all ranks, whether NCCL's, ranks
+# the last number given to a job, an operation of a group
+numbers: Counter[str] = Counter()
+# torch's name -> name on all ranks, whether NCCL's, ranks
+groups: dict[str, tuple[str, bool, list[int]]] = {}
 
 
 def number(what: str) -> int:
@@ -42,13 +49,17 @@ def number(what: str) -> int:
 
 
 def note(kind: str, value: int, operation: tuple = ()) -> None:
-    device.device_note(kind.encode(), ctypes.c_long(value), json.dumps(operation).encode())
+    device.device_note(
+        kind.encode(), ctypes.c_long(value), json.dumps(operation).encode()
+    )
 
 
 def entries(lines: list[str]) -> list[tuple]:
     """The log from the stand-in's lines."""
     found, lanes = [], dict[str, str]()  # streams of messages -> their groups' names
-    for thread, label, kind, stream, value, text in (line.split("\t") for line in lines):
+    for thread, label, kind, stream, value, text in (
+        line.split("\t") for line in lines
+    ):
         name = f"stream {stream}" if int(stream) else "compute"
         if kind in "GH":
             name, ranks = json.loads(text)
@@ -64,11 +75,23 @@ def entries(lines: list[str]) -> list[tuple]:
             if kind in ("send", "recv"):
                 lanes[name] = common
                 ends = (own, int(value)) if kind == "send" else (int(value), own)
-                common, ranks = f"{common} {ends[0]}>{ends[1]}", [ranks[end] for end in ends]
+                common, ranks = (
+                    f"{common} {ends[0]}>{ends[1]}",
+                    [ranks[end] for end in ends],
+                )
             operation = f"{common} #{number(common)}", tuple(ranks)
-            rest = ["C", name, operation, kind] if len(set(ranks)) > 1 else ["K", name, kind]
+            rest = (
+                ["C", name, operation, kind]
+                if len(set(ranks)) > 1
+                else ["K", name, kind]
+            )
         found.append((thread, label, *rest))
-    return [tuple(lanes.get(word, word) if isinstance(word, str) else word for word in entry) for entry in found]
+    return [
+        tuple(
+            lanes.get(word, word) if isinstance(word, str) else word for word in entry
+        )
+        for entry in found
+    ]
 
 
 class Meeting:
@@ -110,7 +133,8 @@ def name_groups() -> None:
 
         return call
 
-    for name in filter(partial(hasattr, ProcessGroup), COLLECTIVES.split()):  # torch 2.11 has some of them
+    # torch 2.11 has some of them
+    for name in filter(partial(hasattr, ProcessGroup), COLLECTIVES.split()):
         setattr(ProcessGroup, name, recorded(name))
     dist.Work.is_completed = lambda self: False
     torch.cuda.Event.query = torch.cuda.Stream.query = lambda self: False
@@ -119,7 +143,11 @@ def name_groups() -> None:
     def known(group: ProcessGroup, description: str) -> None:
         ranks = dist.get_process_group_ranks(group)
         name = f"{description} {','.join(map(str, ranks))}"
-        groups[group.group_name] = f"{name} {number(name)}", "nccl" in dist.get_backend(group), ranks
+        groups[group.group_name] = (
+            f"{name} {number(name)}",
+            "nccl" in dist.get_backend(group),
+            ranks,
+        )
 
     def make(*args, **kwargs):
         group = new_group(*args, **kwargs)
@@ -139,7 +167,12 @@ def label_threads() -> None:
     from megatron_2bw.core.worker import Worker
     from megatron_2bw.mcore.complete_gradients import Portion
 
-    submit, run_iteration, execute, last = Worker.submit, Pipeline.run, Pipeline.execute, ["start"]
+    submit, run_iteration, execute, last = (
+        Worker.submit,
+        Pipeline.run,
+        Pipeline.execute,
+        ["start"],
+    )
 
     def label(text: str) -> None:
         last[0] = text
@@ -193,13 +226,18 @@ def label_threads() -> None:
             note("T", self.job)
         wait(self)
 
-    Portion.hand_over, Portion.take, Portion.wait = portion_handed_over, portion_taken, portion_awaited
+    Portion.hand_over, Portion.take, Portion.wait = (
+        portion_handed_over,
+        portion_taken,
+        portion_awaited,
+    )
     label("start")
     Worker.submit, Pipeline.run, Pipeline.execute = handed_over, iteration, labelled
 
 
 def record(rank: int, argv: list[str], *plants) -> list[tuple]:
-    """The log of a training run; for `run_world`. The plants, which are functions, change the project first."""
+    """The log of a training run; for `run_world`. The plants, which are functions,
+    change the project first."""
     from tests.distributed.training import train
 
     name_groups()

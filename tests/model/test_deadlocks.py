@@ -1,4 +1,5 @@
-"""No order in which the ranks' threads issue their work to the GPUs ends in a deadlock; without a mend some do."""
+"""No order in which the ranks' threads issue their work to the GPUs ends in a deadlock;
+without a mend some do."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ import random
 import pytest
 
 from tests.model import cases
-from tests.model.explore import Programs, World, device_waits, exhaust, sample, streams_of
+from tests.model.explore import (
+    Programs,
+    World,
+    device_waits,
+    exhaust,
+    sample,
+    streams_of,
+)
 
 # Seconds on an idle machine; others may be busy.
 pytestmark = [pytest.mark.device, pytest.mark.nightly, pytest.mark.timeout(1200)]
@@ -27,12 +35,18 @@ def mapping(queues: int, seed: int):
 def receives(programs: Programs, messages: str) -> list[tuple[int, str]]:
     """(rank, stream) of the messages of a case with two ranks."""
     receiver = {"activations": 1, "gradients": 0}[messages]
-    return [(receiver, stream) for stream in streams_of(programs) if stream.startswith(f"2bw {messages}")]
+    return [
+        (receiver, stream)
+        for stream in streams_of(programs)
+        if stream.startswith(f"2bw {messages}")
+    ]
 
 
 def assert_free(world: World, runs: int, states: int = 0) -> None:
     for result in (sample(world, runs), *([exhaust(world, states)] if states else [])):
-        assert result.dead == 0, f"{result.dead} deadlocks; one of them:\n{result.example}"
+        assert result.dead == 0, (
+            f"{result.dead} deadlocks; one of them:\n{result.example}"
+        )
 
 
 def deadlocks(programs: Programs, runs: int = 200, **device) -> int:
@@ -41,7 +55,9 @@ def deadlocks(programs: Programs, runs: int = 200, **device) -> int:
 
 def examine(programs: Programs, runs: int) -> None:
     own = exhaust(World(programs, queue_of=None), 10_000)
-    assert own.dead == 0 and own.complete, f"with a queue for each stream:\n{own.example}"
+    assert own.dead == 0 and own.complete, (
+        f"with a queue for each stream:\n{own.example}"
+    )
     assert_free(World(programs), runs, states=10 * runs)
     for queues in (1, 2, 8, 32):
         for seed in range(max(runs // 200, 1)):
@@ -59,11 +75,14 @@ def test_no_order_of_issue_ends_in_a_deadlock(name):
 
 @pytest.mark.proof
 def test_two_more_forwards_ahead_need_a_stream_for_each_message():
-    """A message that waits for the one before in its stream stops its queue, with the other direction's messages."""
+    """A message that waits for the one before in its stream stops its queue, with the
+    other direction's messages."""
     programs = cases.programs_of("more-extra-warmup", cases.one_lane)
     assert exhaust(World(programs, queue_of=None)).dead == 0
     assert deadlocks(programs, runs=20) == 20
-    assert any(deadlocks(programs, runs=20, queue_of=mapping(8, seed)) for seed in range(24))
+    assert any(
+        deadlocks(programs, runs=20, queue_of=mapping(8, seed)) for seed in range(24)
+    )
 
 
 @pytest.mark.proof
@@ -80,36 +99,52 @@ def test_without_waits_after_collectives_one_queue_deadlocks(name):
     programs = cases.programs_of(name, cases.without_waits)
     assert deadlocks(programs) > 0
     assert deadlocks(programs, queue_of=None) == 0
-    assert name != "tied" or any(deadlocks(programs, queue_of=mapping(2, seed)) for seed in range(8))
+    assert name != "tied" or any(
+        deadlocks(programs, queue_of=mapping(2, seed)) for seed in range(8)
+    )
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("messages", ["activations", "gradients"])
 def test_the_stream_of_the_step_must_not_be_that_of_a_receive(messages):
-    """Streams of our own exclude it. Without holding back nearly every run would hang."""
-    programs = cases.programs_of("tied", cases.without_waits, cases.without_holding_back)
-    alias = dict.fromkeys(receives(programs, messages), streams_of(programs, "2bw step")[0])
+    """Streams of our own exclude it. Without holding back nearly every run would
+    hang."""
+    programs = cases.programs_of(
+        "tied", cases.without_waits, cases.without_holding_back
+    )
+    alias = dict.fromkeys(
+        receives(programs, messages), streams_of(programs, "2bw step")[0]
+    )
     assert alias and deadlocks(programs, queue_of=None, alias=alias) > 100
 
 
 @pytest.mark.proof
 def test_messages_of_both_directions_must_not_share_a_stream():
-    """More process groups than torch's pool has streams could: a line at the start of a run names the flag."""
+    """More process groups than torch's pool has streams could: a line at the start of a
+    run names the flag."""
     programs = cases.programs_of("untied")
     alias = {(rank, "2bw activations 0,1 1"): "2bw gradients 0,1 1" for rank in (0, 1)}
-    assert deadlocks(programs, queue_of=None, alias=alias) > 0 == deadlocks(programs, queue_of=None)
+    assert (
+        deadlocks(programs, queue_of=None, alias=alias)
+        > 0
+        == deadlocks(programs, queue_of=None)
+    )
 
 
 @pytest.mark.proof
 def test_the_step_has_one_stream_beside_those_of_nccl():
-    """StepGroup gives gloo no tensors of the GPU, which it would copy in streams of torch's pool."""
+    """StepGroup gives gloo no tensors of the GPU, which it would copy in streams of
+    torch's pool."""
     assert len(streams_of(cases.programs_of("untied"), "2bw step")) == 1
 
 
 @pytest.mark.proof
 def test_launch_blocking_deadlocks():
     """CUDA_LAUNCH_BLOCKING=1 is refused."""
-    assert deadlocks(cases.programs_of("untied"), runs=40, queue_of=None, blocking=True) > 0
+    assert (
+        deadlocks(cases.programs_of("untied"), runs=40, queue_of=None, blocking=True)
+        > 0
+    )
 
 
 @pytest.mark.proof("2bw step-True", "train-True")
@@ -121,22 +156,36 @@ def test_a_rank_may_wait_for_the_whole_gpu_anywhere(thread, locked):
         result = exhaust(World(programs, queue_of=None), 20_000)
         assert result.complete and result.dead == 0, f"{place}:\n{result.example}"
     if thread == "2bw step":
-        waits = device_waits(cases.programs_of("tied", cases.without_holding_back), thread, locked)
-        assert any(exhaust(World(programs, queue_of=None)).dead for _, programs in waits)
+        waits = device_waits(
+            cases.programs_of("tied", cases.without_holding_back), thread, locked
+        )
+        assert any(
+            exhaust(World(programs, queue_of=None)).dead for _, programs in waits
+        )
 
 
 def test_all_ranks_at_once_may_not_wait_where_a_step_has_let_receives_go():
-    """Each would wait for a message that the other sends after its own wait. Without the driver's lock nowhere else."""
+    """Each would wait for a message that the other sends after its own wait. Without
+    the driver's lock nowhere else."""
     programs = cases.programs_of("untied")
     waits = list(device_waits(programs, "train", locked=False, everywhere=True))
-    dead = {place[0].split("@")[0] for place, waiting in waits if exhaust(World(waiting, queue_of=None)).dead}
+    dead = {
+        place[0].split("@")[0]
+        for place, waiting in waits
+        if exhaust(World(waiting, queue_of=None)).dead
+    }
     assert {label[0] for label in dead} == {"S"}
     waits = device_waits(programs, "2bw step", locked=False, everywhere=True)
     assert not any(exhaust(World(waiting, queue_of=None)).dead for _, waiting in waits)
 
 
 def test_an_evaluation_connects_nothing_in_the_middle_of_a_run():
-    """Megatron's messages of an evaluation have a group that exchanges a message before the first iteration."""
+    """Megatron's messages of an evaluation have a group that exchanges a message before
+    the first iteration."""
     for log in cases.logs_of("evaluation"):
-        labels = [entry[1] for entry in log if entry[2] == "C" and entry[4][0].startswith("PIPELINE_MODEL_PARALLEL")]
+        labels = [
+            entry[1]
+            for entry in log
+            if entry[2] == "C" and entry[4][0].startswith("PIPELINE_MODEL_PARALLEL")
+        ]
         assert labels[0] == "start" and len(set(labels)) > 1

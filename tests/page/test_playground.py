@@ -1,6 +1,8 @@
-"""The page docs/playground: its Python in node answers as CPython does, and a person's way through it in Chromium.
+"""The page docs/playground: its Python in node answers as CPython does, and a person's
+way through it in Chromium.
 
-Needs npm and node; all but the parity also playwright and chromium (make test-playground).
+Needs npm and node; all but the parity also playwright and chromium (make
+test-playground).
 """
 
 from __future__ import annotations
@@ -25,8 +27,12 @@ from megatron_2bw.timelines.trace import merge
 from scripts.playground import answers
 from tests.unit.test_trace import write
 
-pytestmark = pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
-in_browser = pytest.mark.skipif(bench.CHROMIUM is None, reason="chromium is not installed")
+pytestmark = pytest.mark.skipif(
+    shutil.which("npm") is None, reason="npm is not installed"
+)
+in_browser = pytest.mark.skipif(
+    bench.CHROMIUM is None, reason="chromium is not installed"
+)
 
 
 @pytest.fixture(scope="session")
@@ -55,14 +61,27 @@ def chromium():
 
 @pytest.fixture
 def page(chromium):
-    """A new page; the test fails if its console has an error, or if it asks another host for anything."""
-    context = chromium.new_context(viewport={"width": 1240, "height": 900}, accept_downloads=True)
+    """A new page; the test fails if its console has an error, or if it asks another
+    host for anything."""
+    context = chromium.new_context(
+        viewport={"width": 1240, "height": 900}, accept_downloads=True
+    )
     page, errors = context.new_page(), []
     page.set_default_timeout(60_000)
-    page.on("console", lambda line: errors.append(line.text) if line.type in ("error", "warning") else None)
+    page.on(
+        "console",
+        lambda line: (
+            errors.append(line.text) if line.type in ("error", "warning") else None
+        ),
+    )
     page.on("pageerror", lambda error: errors.append(str(error)))
     own = ("file:", "http://localhost:", "data:", "blob:")
-    page.on("request", lambda request: None if request.url.startswith(own) else errors.append(request.url))
+    page.on(
+        "request",
+        lambda request: (
+            None if request.url.startswith(own) else errors.append(request.url)
+        ),
+    )
     yield page
     context.close()
     assert errors == []
@@ -73,17 +92,46 @@ def drawn(random_: random.Random) -> dict:
     d, pick = random_.randint(1, 9), random_.choice
     times = [0, 0.1, 0.3, 1, 1.7, 2.5]
     per = lambda count: pick([pick(times), [pick(times) for _ in range(count)]])
-    given = {"stages": d, "microbatches": random_.randint(1, 24), "iterations": random_.randint(1, 4)}
-    given |= {"forward": per(d), "backward": per(d), "transfer": per(d - 1), "occupied": pick([0, 0.5, 1])}
-    given |= {"reduce": pick(times), "step": pick(times), "extra_warmup": pick([0, 1, 2]), "chunks": pick([2, 3, 4])}
-    given |= {"gpipe_round": random_.randint(1, 9), "sync_iterations": random_.randint(0, 3)}
+    given = {
+        "stages": d,
+        "microbatches": random_.randint(1, 24),
+        "iterations": random_.randint(1, 4),
+    }
+    given |= {
+        "forward": per(d),
+        "backward": per(d),
+        "transfer": per(d - 1),
+        "occupied": pick([0, 0.5, 1]),
+    }
+    given |= {
+        "reduce": pick(times),
+        "step": pick(times),
+        "extra_warmup": pick([0, 1, 2]),
+        "chunks": pick([2, 3, 4]),
+    }
+    given |= {
+        "gpipe_round": random_.randint(1, 9),
+        "sync_iterations": random_.randint(0, 3),
+    }
     given["microbatch"] = pick([1, 4])
-    given |= {"model": pick(["gpt-2.2b", "bert-48", "llama-8b"]), "recompute": pick(["none", "selective", "full"])}
+    given |= {
+        "model": pick(["gpt-2.2b", "bert-48", "llama-8b"]),
+        "recompute": pick(["none", "selective", "full"]),
+    }
     given["schedules"] = random_.sample(list(answers.SCHEDULES), 3)
     more = pick(
-        [{"ask": "timelines"}, {"ask": "figures"}, {"ask": "trace"}, {"ask": "check", "lists": ["F0@0 B0@0"] * d}]
+        [
+            {"ask": "timelines"},
+            {"ask": "figures"},
+            {"ask": "trace"},
+            {"ask": "check", "lists": ["F0@0 B0@0"] * d},
+        ]
     )
-    return given | (more if random_.random() < 0.95 else {"ask": "curve", "over": pick(["microbatches", "transfer"])})
+    return given | (
+        more
+        if random_.random() < 0.95
+        else {"ask": "curve", "over": pick(["microbatches", "transfer"])}
+    )
 
 
 def test_pyodide_answers_as_cpython_does(built, tmp_path):
@@ -91,11 +139,20 @@ def test_pyodide_answers_as_cpython_does(built, tmp_path):
     random_ = random.Random(7)
     requests = [drawn(random_) for _ in range(200)]
     (tmp_path / "requests.json").write_text(json.dumps(requests))
-    script = [Path(__file__).parent / "parity.mjs", built, tmp_path / "requests.json", tmp_path / "answers.json"]
+    script = [
+        Path(__file__).parent / "parity.mjs",
+        built,
+        tmp_path / "requests.json",
+        tmp_path / "answers.json",
+    ]
     subprocess.run(["node", *map(str, script)], check=True)
     found = json.loads((tmp_path / "answers.json").read_text())
     expected = [json.dumps(answers.answer(request)) for request in requests]
-    assert [one for one, other in zip(requests, zip(found, expected)) if other[0] != other[1]] == []
+    assert [
+        one
+        for one, other in zip(requests, zip(found, expected))
+        if other[0] != other[1]
+    ] == []
     errors = sum('"error"' in text for text in expected)
     assert len(found) == 200 and errors < 150
 
@@ -114,7 +171,9 @@ def inked(page) -> list[int]:
         for (let k = 0; k < c.length; k += 4) found.add(c[k] << 16 | c[k + 1] << 8 | c[k + 2]);
         return found.size }"""
     page.wait_for_timeout(200)
-    return [page.evaluate(count, canvas) for canvas in page.query_selector_all("canvas")]
+    return [
+        page.evaluate(count, canvas) for canvas in page.query_selector_all("canvas")
+    ]
 
 
 @in_browser
@@ -123,15 +182,19 @@ def test_the_first_paint_from_a_file_needs_no_python(page, built):
     ready(page)
     assert len(inked(page)) == 2 and min(inked(page)) > 20
     assert page.inner_text("#figures tbody tr:first-child td:nth-child(2)") == "0.0 %"
-    for preset in page.query_selector_all(".presets button"):  # the grid has all presets
+    # the grid has all presets
+    for preset in page.query_selector_all(".presets button"):
         preset.click()
         ready(page)
         assert (
-            "error" not in page.get_attribute("#status", "class") and page.query_selector(".wrong:not(:empty)") is None
+            "error" not in page.get_attribute("#status", "class")
+            and page.query_selector(".wrong:not(:empty)") is None
         )
     page.fill("[name=stages]", "5")
     page.press("[name=stages]", "Enter")
-    page.wait_for_function("document.querySelector('#status').textContent.includes('make playground')")
+    page.wait_for_function(
+        "document.querySelector('#status').textContent.includes('make playground')"
+    )
 
 
 @in_browser
@@ -141,15 +204,24 @@ def test_free_parameters_are_computed_and_the_link_can_be_shared(page, served):
     page.fill("[name=stages]", "5")
     page.press("[name=stages]", "Enter")
     page.check("[value=gpipe]")
-    page.wait_for_function("document.querySelectorAll('#figures tbody tr').length === 3")
-    expected = answers.answer({"ask": "figures", "stages": 5, "schedules": ["gpipe"]})["figures"]["gpipe"]
-    assert page.inner_text("#figures tbody tr:last-child td:nth-child(2)") == f"{100 * expected['bubble']:.1f} %"
+    page.wait_for_function(
+        "document.querySelectorAll('#figures tbody tr').length === 3"
+    )
+    expected = answers.answer({"ask": "figures", "stages": 5, "schedules": ["gpipe"]})[
+        "figures"
+    ]["gpipe"]
+    assert (
+        page.inner_text("#figures tbody tr:last-child td:nth-child(2)")
+        == f"{100 * expected['bubble']:.1f} %"
+    )
     link = page.url
     assert "stages=5" in link and "gpipe" in link
     shown = page.inner_text("#figures")
     page.goto("about:blank")
     page.goto(link)
-    page.wait_for_function("document.querySelectorAll('#figures tbody tr').length === 3")
+    page.wait_for_function(
+        "document.querySelectorAll('#figures tbody tr').length === 3"
+    )
     assert page.inner_text("#figures") == shown
 
 
@@ -161,11 +233,19 @@ def test_why_a_stage_waits_by_pointer_and_by_keyboard(page, built):
     box = canvas.bounding_box()
     unit = (box["width"] - 62) / 99  # 1F1B ends at 99
     page.mouse.move(box["x"] + 62 + 6 * unit, box["y"] + 10)
-    said = "Idle. The next action: Stage 0, B0@0: backward of microbatch 0 (batch 0) on weights W(0), from 10 to 12."
-    assert page.inner_text(".why") == f"2BW. {said} Stage 0 waits 6 before it: stage 1 ends B0@0 at 10."
+    said = (
+        "Idle. The next action: Stage 0, B0@0: backward of microbatch 0 (batch 0) on "
+        "weights W(0), from 10 to 12."
+    )
+    assert (
+        page.inner_text(".why")
+        == f"2BW. {said} Stage 0 waits 6 before it: stage 1 ends B0@0 at 10."
+    )
     canvas.focus()
     page.keyboard.press("c")
-    assert page.inner_text(".why").startswith("2BW. Stage 1, B0@0: backward of microbatch 0")
+    assert page.inner_text(".why").startswith(
+        "2BW. Stage 1, B0@0: backward of microbatch 0"
+    )
     page.keyboard.press("ArrowRight")
     assert "Stage 1, F3@0" in page.inner_text(".why")
 
@@ -175,17 +255,25 @@ def test_an_edited_list_is_judged(page, served):
     page.goto(served)
     ready(page)
     line = "F0@0 F1@0 F2@0 F3@0 F4@0 B0@0"
-    text = page.input_value("#edit textarea").replace("F0@0 F1@0 F2@0 F3@0 B0@0 F4@0", line, 1)
+    text = page.input_value("#edit textarea").replace(
+        "F0@0 F1@0 F2@0 F3@0 B0@0 F4@0", line, 1
+    )
     page.fill("#edit textarea", text)
     page.click("#edit button:text-is('Check')")
     page.wait_for_selector("#edit mark")
     assert page.inner_text("#edit mark") == "F4@0"
-    assert page.evaluate("document.querySelector('#edit pre').scrollLeft") == 0  # the fault is in view, and its stage
-    assert "Stage 0, action 4: 5 microbatches in flight, at most 4 allowed" in page.inner_text("#edit")
+    # the fault is in view, and its stage
+    assert page.evaluate("document.querySelector('#edit pre').scrollLeft") == 0
+    assert (
+        "Stage 0, action 4: 5 microbatches in flight, at most 4 allowed"
+        in page.inner_text("#edit")
+    )
     assert "edit=2bw" in page.url
     page.click("#edit button:text-is('Reset')")
     page.click("#edit button:text-is('Check')")
-    page.wait_for_function("document.querySelector('#edit').textContent.includes('The lists pass')")
+    page.wait_for_function(
+        "document.querySelector('#edit').textContent.includes('The lists pass')"
+    )
     page.wait_for_function("document.querySelectorAll('canvas').length === 3")
 
 
@@ -210,12 +298,17 @@ def test_exports(page, served):
 
 @in_browser
 def test_it_fits_a_phone_and_the_dark(chromium, built):
-    context = chromium.new_context(viewport={"width": 360, "height": 740}, color_scheme="dark")
+    context = chromium.new_context(
+        viewport={"width": 360, "height": 740}, color_scheme="dark"
+    )
     page = context.new_page()
     page.goto((built / "index.html").as_uri())
     ready(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
+    assert (
+        page.evaluate("getComputedStyle(document.body).backgroundColor")
+        == "rgb(20, 23, 26)"
+    )
     context.close()
 
 
@@ -223,25 +316,41 @@ def test_it_fits_a_phone_and_the_dark(chromium, built):
 def test_the_page_of_a_report(page, tmp_path):
     """Sorting, choosing a plan, and its flags."""
     cost = Cost(model.preset("gpt-355m"), cluster.preset("p3.16xlarge", 1), "fp16")
-    plans = [Plan(1, 4, 2, 1, 8), Plan(1, 2, 4, 1, 8, schedule="gpipe"), Plan(2, 4, 1, 2, 8)]
+    plans = [
+        Plan(1, 4, 2, 1, 8),
+        Plan(1, 2, 4, 1, 8, schedule="gpipe"),
+        Plan(2, 4, 1, 2, 8),
+    ]
     report.write_report(cost, [cost.estimate(plan) for plan in plans], [], tmp_path)
     page.goto((tmp_path / "index.html").as_uri())
     assert min(inked(page)) > 20
-    assert page.inner_text("#counted").startswith("Plans of the search, which have a rank: 3. A column")
+    assert page.inner_text("#counted").startswith(
+        "Plans of the search, which have a rank: 3. A column"
+    )
     clipped = """svg => [...svg.querySelectorAll('text')].some(text => {
         const box = text.getBBox();
         return box.x + box.width > svg.viewBox.baseVal.width })"""
     charts = page.query_selector_all("#memory .stacks svg, #splits .stacks svg")
-    assert len(charts) == 2 and not any(page.evaluate(clipped, chart) for chart in charts)
+    assert len(charts) == 2 and not any(
+        page.evaluate(clipped, chart) for chart in charts
+    )
     for sign in ("▲", "▼"):
         page.click("[data-by=depth]")
         assert sign in page.inner_text("[data-by=depth]")
-        depths = [int(cell.inner_text()) for cell in page.query_selector_all("#plans tbody td:nth-child(4)")]
+        depths = [
+            int(cell.inner_text())
+            for cell in page.query_selector_all("#plans tbody td:nth-child(4)")
+        ]
         assert depths == sorted(depths, reverse=sign == "▼") and len(depths) == 3
     page.click(f"[aria-label='Show {plans[1].title}']")
     assert page.inner_text("#flags pre") == " ".join(plans[1].flags("fp16"))
-    assert page.get_attribute(f"[aria-label='Show {plans[1].title}']", "aria-pressed") == "true"
-    assert len(page.query_selector_all("#timeline canvas")) == 1 and min(inked(page)) > 20
+    assert (
+        page.get_attribute(f"[aria-label='Show {plans[1].title}']", "aria-pressed")
+        == "true"
+    )
+    assert (
+        len(page.query_selector_all("#timeline canvas")) == 1 and min(inked(page)) > 20
+    )
     assert plans[1].title in page.inner_text("#timeline")
 
 

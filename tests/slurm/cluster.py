@@ -1,7 +1,8 @@
-"""A real Slurm of two nodes on this host, for the tests: munged, slurmctld and a slurmd for each of n1 and n2.
+"""A real Slurm of two nodes on this host, for the tests: munged, slurmctld and a slurmd
+for each of n1 and n2.
 
-Invariant: all that it writes lies in one folder of its own, its ports are free ones, no service of the host is
-touched, and every process that it started is ended by its id.
+Invariant: all that it writes lies in one folder of its own, its ports are free ones, no
+service of the host is touched, and every process that it started is ended by its id.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ PACKAGES = "slurm-wlm munge"
 NODES = ("n1", "n2")
 SBIN = "/usr/sbin:/sbin"  # where Debian has the daemons; not in everybody's PATH
 
-# Slurm waits some minutes where a test cannot: a requeued job for its old credential, a node for its registration.
+# Slurm waits some minutes where a test cannot: a requeued job for its old credential, a
+# node for its registration.
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -60,7 +62,8 @@ PartitionName=named Nodes=ALL MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 
 
 class Cluster:
-    """`with Cluster(folder) as cluster:`, then `cluster.call("sbatch", ...)`. AssertionError if it does not start."""
+    """`with Cluster(folder) as cluster:`, then `cluster.call("sbatch", ...)`.
+    AssertionError if it does not start."""
 
     def __init__(self, folder: Path, kill_wait: int = 60):
         self.folder, self.kill_wait = folder, kill_wait
@@ -83,17 +86,21 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 stop_tree(daemon)
                 daemon.wait()
-        for process in self._strays():  # a slurmstepd is no child of its slurmd any more
+        # a slurmstepd is no child of its slurmd any more
+        for process in self._strays():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
     def call(self, *words: object, cwd: Path | None = None, **environment: str) -> str:
-        """What a command of Slurm prints. AssertionError with its stderr if it fails."""
+        """What a command of Slurm prints. AssertionError with its stderr if it
+        fails."""
         done = self.try_call(*words, cwd=cwd, **environment)
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout.strip()
 
-    def try_call(self, *words: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    def try_call(
+        self, *words: object, cwd: Path | None = None, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             list(map(str, words)),
             cwd=cwd,
@@ -106,12 +113,17 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        return os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+        return os.environ | {
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "OMP_NUM_THREADS": "1",
+        }
 
     def logs(self) -> str:
         """The ends of the daemons' logs."""
         files = sorted(self.folder.glob("*.log"))
-        return "\n".join(f"--- {path.name}\n{path.read_text()[-2000:]}" for path in files)
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text()[-2000:]}" for path in files
+        )
 
     def _start(self) -> None:
         self.folder.chmod(0o755)
@@ -120,7 +132,10 @@ class Cluster:
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o600)
         nodes = [
-            f"NodeName={name} NodeHostname={os.uname().nodename} NodeAddr=127.0.0.1 Port={free_port()} CPUs=2"
+            (
+                f"NodeName={name} NodeHostname={os.uname().nodename} "
+                f"NodeAddr=127.0.0.1 Port={free_port()} CPUs=2"
+            )
             for name in NODES
         ]
         (self.folder / "slurm.conf").write_text(
@@ -153,27 +168,43 @@ class Cluster:
         with open(self.folder / f"{name}.out", "a") as out:
             self.daemons.append(
                 subprocess.Popen(
-                    [find(name), *words], env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+                    [find(name), *words],
+                    env=self.environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
                 )
             )
 
     def _states(self) -> set[str]:
-        return set(self.try_call("sinfo", "--noheader", "--Node", "--format=%T").stdout.split())
+        return set(
+            self.try_call("sinfo", "--noheader", "--Node", "--format=%T").stdout.split()
+        )
 
     def _await(self, what: str, ready, seconds: float = 30) -> None:
         deadline = time.monotonic() + seconds
         while not ready():
-            ended = [daemon.args[0] for daemon in self.daemons if daemon.poll() is not None]
-            assert not ended and time.monotonic() < deadline, f"no {what}; ended: {ended}\n{self.logs()}"
+            ended = [
+                daemon.args[0] for daemon in self.daemons if daemon.poll() is not None
+            ]
+            assert not ended and time.monotonic() < deadline, (
+                f"no {what}; ended: {ended}\n{self.logs()}"
+            )
             time.sleep(0.2)
 
     def _strays(self) -> list[psutil.Process]:
-        """What the daemons have left: what runs with this cluster's configuration, and who writes to its folder."""
+        """What the daemons have left: what runs with this cluster's configuration, and
+        who writes to its folder."""
         found = []
         for process in psutil.process_iter():
             try:
-                mine = process.environ().get("SLURM_CONF") == str(self.folder / "slurm.conf")
-                mine |= any(Path(file.path).is_relative_to(self.folder) for file in process.open_files())
+                mine = process.environ().get("SLURM_CONF") == str(
+                    self.folder / "slurm.conf"
+                )
+                mine |= any(
+                    Path(file.path).is_relative_to(self.folder)
+                    for file in process.open_files()
+                )
             except (psutil.Error, OSError):
                 continue
             if mine and process.pid != os.getpid():
@@ -183,7 +214,9 @@ class Cluster:
 
 def missing() -> str:
     """What to install, in one line; empty if all is there."""
-    absent = [name for name in ("sbatch", "slurmctld", "slurmd", "munged") if not find(name)]
+    absent = [
+        name for name in ("sbatch", "slurmctld", "slurmd", "munged") if not find(name)
+    ]
     return f"{absent[0]} is not installed: apt-get install {PACKAGES}" if absent else ""
 
 

@@ -1,4 +1,5 @@
-"""GPT and BERT on a real Slurm of two nodes: saved before the time limit, queued again, resumed with equal losses."""
+"""GPT and BERT on a real Slurm of two nodes: saved before the time limit, queued again,
+resumed with equal losses."""
 
 from __future__ import annotations
 
@@ -32,16 +33,19 @@ SHAPE = """
     --vocab-size 127 --num-workers 0
 """.split()
 TINY = (
-    f"--micro-batch-size 2 --global-batch-size 8 --train-iters {ITERATIONS} --lr 1e-3 --eval-iters 0 --log-interval 1"
+    f"--micro-batch-size 2 --global-batch-size 8 --train-iters {ITERATIONS} --lr 1e-3 "
+    "--eval-iters 0 --log-interval 1"
 )
-MODELS = {"gpt": "gpt-355m", "bert": "bert-24"}  # made tiny by the caller's flags, which win
+# made tiny by the caller's flags, which win
+MODELS = {"gpt": "gpt-355m", "bert": "bert-24"}
 
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Cluster]:
     if missing():
         pytest.fail(missing(), pytrace=False)
-    folder = Path(tempfile.mkdtemp(prefix="slurm_"))  # not pytest's: the path of a socket must be short
+    # not pytest's: the path of a socket must be short
+    folder = Path(tempfile.mkdtemp(prefix="slurm_"))
     try:
         with Cluster(folder) as cluster:
             yield cluster
@@ -59,41 +63,71 @@ class Job:
 
     def status(self) -> dict:
         path = self.folder / "logs" / "status.json"
-        return json.loads(path.read_text()) if path.exists() else {"status": "", "history": []}
+        return (
+            json.loads(path.read_text())
+            if path.exists()
+            else {"status": "", "history": []}
+        )
 
     def words(self) -> list[str]:
         return [entry["status"] for entry in self.status()["history"]]
 
     def log(self, start: int = 0, node: int | str = "*") -> str:
-        return "".join(path.read_text() for path in self.folder.glob(f"logs/start-{start}-node-{node}-*.log"))
+        return "".join(
+            path.read_text()
+            for path in self.folder.glob(f"logs/start-{start}-node-{node}-*.log")
+        )
 
     def losses(self, start: int = 0) -> dict[int, list[str]]:
-        """Iteration -> the losses of its line, as printed: `lm loss`, and BERT's `sop loss`."""
+        """Iteration -> the losses of its line, as printed: `lm loss`, and BERT's `sop
+        loss`."""
         lines = run_log.training(self.log(start))
         return {
-            line.iteration: [text for name, text in line.fields.items() if name.endswith(" loss")] for line in lines
+            line.iteration: [
+                text for name, text in line.fields.items() if name.endswith(" loss")
+            ]
+            for line in lines
         }
 
     def saved(self) -> int:
-        return int((self.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+        return int(
+            (
+                self.folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+            ).read_text()
+        )
 
-    def wait(self, what: str, ready: Callable[[], object], seconds: float = 150) -> None:
+    def wait(
+        self, what: str, ready: Callable[[], object], seconds: float = 150
+    ) -> None:
         deadline = time.monotonic() + seconds
         while not ready():
-            assert time.monotonic() < deadline, f"job {self.number}: not {what} after {seconds} s\n{self.told()}"
+            assert time.monotonic() < deadline, (
+                f"job {self.number}: not {what} after {seconds} s\n{self.told()}"
+            )
             time.sleep(0.05)
 
     def end_in(self, seconds: float) -> None:
-        """Move the time limit: how soon Slurm's signal comes does not depend on how fast the machine is."""
+        """Move the time limit: how soon Slurm's signal comes does not depend on how
+        fast the machine is."""
         end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + seconds))
-        self.cluster.call("scontrol", "update", f"JobId={self.number}", f"EndTime={end}")
+        self.cluster.call(
+            "scontrol", "update", f"JobId={self.number}", f"EndTime={end}"
+        )
 
     def told(self) -> str:
         batch = self.folder / "batch.log"
         text = batch.read_text() if batch.exists() else ""
         logs = [self.log(start)[-3000:] for start in (0, 1)]
         queue = self.cluster.call("squeue")
-        return "\n".join([json.dumps(self.status(), indent=1), text, *logs, queue, self.cluster.logs()])
+        return "\n".join(
+            [
+                json.dumps(self.status(), indent=1),
+                text,
+                *logs,
+                queue,
+                self.cluster.logs(),
+            ]
+        )
 
     def ranks(self) -> list[psutil.Process]:
         """The job's training processes."""
@@ -104,13 +138,24 @@ class Job:
             except (psutil.Error, OSError):
                 continue
             if environment.get("SLURM_JOB_ID") == self.number and "RANK" in environment:
-                if environment.get("SLURM_CONF") == self.cluster.environment["SLURM_CONF"]:
+                if (
+                    environment.get("SLURM_CONF")
+                    == self.cluster.environment["SLURM_CONF"]
+                ):
                     found.append(process)
         return found
 
 
-def submit(cluster: Cluster, folder: Path, kind: str, *options: str, number="TERM", **environment: str) -> Job:
-    """sbatch of the script for `kind` on both nodes, a rank each: a pipeline of two stages."""
+def submit(
+    cluster: Cluster,
+    folder: Path,
+    kind: str,
+    *options: str,
+    number="TERM",
+    **environment: str,
+) -> Job:
+    """sbatch of the script for `kind` on both nodes, a rank each: a pipeline of two
+    stages."""
     folder.mkdir()
     variables = {
         "MODEL": MODELS[kind],
@@ -121,14 +166,23 @@ def submit(cluster: Cluster, folder: Path, kind: str, *options: str, number="TER
         "MASTER_PORT": str(free_port()),
     }
     words = ("--parsable", "--nodes=2", f"--output={folder}/batch.log", *options)
-    flags = [*SHAPE, *TINY.split(), "--train-iters", ITERATIONS, f"--exit-signal=SIG{number}"]
+    flags = [
+        *SHAPE,
+        *TINY.split(),
+        "--train-iters",
+        ITERATIONS,
+        f"--exit-signal=SIG{number}",
+    ]
     script = f"scripts/slurm/pretrain_{kind}_2bw.sbatch"
-    number = cluster.call("sbatch", *words, script, *flags, cwd=ROOT, **variables | environment)
+    number = cluster.call(
+        "sbatch", *words, script, *flags, cwd=ROOT, **variables | environment
+    )
     return Job(cluster, folder, number)
 
 
 def hold(job: Job) -> list[psutil.Process]:
-    """Let the job train for some iterations and stop it there, as if it were slow: its ranks."""
+    """Let the job train for some iterations and stop it there, as if it were slow: its
+    ranks."""
     job.wait("training", lambda: len(job.losses()) >= 3)
     ranks = job.ranks()
     for rank in ranks:
@@ -137,8 +191,11 @@ def hold(job: Job) -> list[psutil.Process]:
     return ranks
 
 
-def assert_same(found: dict[int, list[str]], expected: dict[int, list[str]], resumed: bool) -> None:
-    """The printed losses are equal to the last digit. Megatron's second line after a start is the mean of two."""
+def assert_same(
+    found: dict[int, list[str]], expected: dict[int, list[str]], resumed: bool
+) -> None:
+    """The printed losses are equal to the last digit. Megatron's second line after a
+    start is the mean of two."""
     for place, (iteration, printed) in enumerate(found.items()):
         if resumed and place == 1:
             pairs = zip(expected[iteration - 1], expected[iteration])
@@ -149,31 +206,58 @@ def assert_same(found: dict[int, list[str]], expected: dict[int, list[str]], res
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("kind, number", [("bert", "USR1"), pytest.param("gpt", "TERM", marks=pytest.mark.nightly)])
-def test_a_time_limit_saves_queues_again_and_resumes_with_the_same_losses(slurm, tmp_path, kind, number):
+@pytest.mark.parametrize(
+    "kind, number",
+    [("bert", "USR1"), pytest.param("gpt", "TERM", marks=pytest.mark.nightly)],
+)
+def test_a_time_limit_saves_queues_again_and_resumes_with_the_same_losses(
+    slurm, tmp_path, kind, number
+):
     # The signal comes 40 to 70 s before the end: Slurm looks every 30 s.
-    job = submit(slurm, tmp_path / "job", kind, "--time=60", f"--signal=B:{number}@40", number=number)
+    job = submit(
+        slurm,
+        tmp_path / "job",
+        kind,
+        "--time=60",
+        f"--signal=B:{number}@40",
+        number=number,
+    )
     held = hold(job)
     undisturbed = submit(slurm, tmp_path / "undisturbed", kind)
     undisturbed.wait("completed", lambda: undisturbed.status()["status"] == "completed")
-    assert undisturbed.words() == ["running", "completed"] and undisturbed.saved() == ITERATIONS
+    assert (
+        undisturbed.words() == ["running", "completed"]
+        and undisturbed.saved() == ITERATIONS
+    )
     expected = undisturbed.losses()
     assert sorted(expected) == list(range(1, ITERATIONS + 1))
-    assert all(len(printed) == (2 if kind == "bert" else 1) for printed in expected.values())
+    assert all(
+        len(printed) == (2 if kind == "bert" else 1) for printed in expected.values()
+    )
     assert job.status()["status"] == "running"
     job.end_in(seconds=65)
-    job.wait("asked to end", lambda: "Slurm asks the job to end" in (job.folder / "batch.log").read_text())
+    job.wait(
+        "asked to end",
+        lambda: "Slurm asks the job to end" in (job.folder / "batch.log").read_text(),
+    )
     job.end_in(seconds=3600)
     for rank in held:
         rank.send_signal(signal.SIGCONT)
     job.wait("queued again", lambda: "pending" in job.words())
     job.wait("completed", lambda: job.status()["status"] == "completed")
     words, starts, before = job.words(), job.status()["start"] + 1, 0
-    assert words == ["running", "pending"] * (starts - 1) + ["running", "completed"] and starts >= 2
+    assert (
+        words == ["running", "pending"] * (starts - 1) + ["running", "completed"]
+        and starts >= 2
+    )
     assert f"Restarts={starts - 1}" in slurm.call("scontrol", "show", "job", job.number)
-    for start in range(starts):  # no iteration is lost, none is trained twice, and both nodes have their logs
+    # no iteration is lost, none is trained twice, and both nodes have their logs
+    for start in range(starts):
         found = job.losses(start)
-        assert list(found) == list(range(before + 1, before + len(found) + 1)) and len(found) >= 3
+        assert (
+            list(found) == list(range(before + 1, before + len(found) + 1))
+            and len(found) >= 3
+        )
         assert_same(found, expected, resumed=start > 0)
         assert all(job.log(start, node) for node in (0, 1))
         before += len(found)
@@ -187,26 +271,58 @@ def test_the_planners_job_trains_and_scancel_does_not_queue_it_again(slurm, tmp_
     host = replace(host, gpus_per_server=1, device=replace(host.device, name="cpu"))
     cost = Cost(Model("tiny", 4, 32, 4, vocab=127, sequence=16), host, "fp32")
     script, preamble = tmp_path / "job.sbatch", tmp_path / "preamble.sh"
-    script.write_text(sbatch_script(cost, cost.estimate(Plan(1, 2, 1, 2, 4, extrapolate=True)), "tiny"))
+    script.write_text(
+        sbatch_script(
+            cost, cost.estimate(Plan(1, 2, 1, 2, 4, extrapolate=True)), "tiny"
+        )
+    )
     preamble.write_text("export FROM_PREAMBLE=$unset.yes\n")
-    variables = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), PREAMBLE=str(preamble))
-    variables |= dict(LOGS=str(tmp_path / "logs"), CHECKPOINTS=str(tmp_path / "checkpoints"), SBATCH_PARTITION="named")
+    variables = dict(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), PREAMBLE=str(preamble)
+    )
+    variables |= dict(
+        LOGS=str(tmp_path / "logs"),
+        CHECKPOINTS=str(tmp_path / "checkpoints"),
+        SBATCH_PARTITION="named",
+    )
     variables |= dict(SRUN_ARGS="--label env 'IN_CONTAINER=so to speak'")
-    words = ("--parsable", f"--output={tmp_path}/batch.log", script, "--log-interval", 1, "--eval-iters", 0)
+    words = (
+        "--parsable",
+        f"--output={tmp_path}/batch.log",
+        script,
+        "--log-interval",
+        1,
+        "--eval-iters",
+        0,
+    )
     number = slurm.call("sbatch", *words, cwd=ROOT, **variables)
     job = Job(slurm, tmp_path, number)
     job.wait("training", lambda: len(job.losses()) >= 3)
     assert job.status()["status"] == "running"
     seen = {
-        tuple(rank.environ().get(name) for name in ("RANK", "FROM_PREAMBLE", "IN_CONTAINER")) for rank in job.ranks()
+        tuple(
+            rank.environ().get(name)
+            for name in ("RANK", "FROM_PREAMBLE", "IN_CONTAINER")
+        )
+        for rank in job.ranks()
     }
-    assert seen == {(rank, ".yes", "so to speak") for rank in "01"} and "\n0: " in job.log()
+    assert (
+        seen == {(rank, ".yes", "so to speak") for rank in "01"}
+        and "\n0: " in job.log()
+    )
     assert "Partition=named" in slurm.call("scontrol", "show", "job", number)
     assert "--two-bw-correction auto: " in job.log()
     slurm.call("scancel", number)
-    job.wait("cancelled", lambda: job.status()["reason"].startswith("cancelled; saved: iteration "))
-    assert job.words() == ["running", "failed", "failed"]  # at the signal, and when it had ended
-    job.wait("gone", lambda: "JobState=CANCELLED" in slurm.call("scontrol", "show", "job", number))
+    job.wait(
+        "cancelled",
+        lambda: job.status()["reason"].startswith("cancelled; saved: iteration "),
+    )
+    # at the signal, and when it had ended
+    assert job.words() == ["running", "failed", "failed"]
+    job.wait(
+        "gone",
+        lambda: "JobState=CANCELLED" in slurm.call("scontrol", "show", "job", number),
+    )
     assert "Restarts=0" in slurm.call("scontrol", "show", "job", number)
     assert job.saved() == max(job.losses())  # it was saved all the same
 
@@ -217,7 +333,14 @@ def test_a_sweep_measures_and_tells_what_does_not_fit(slurm, tmp_path):
     def sweep(command: str, *words: object) -> str:
         # Each job has a port of its own, by its number.
         return slurm.call(
-            sys.executable, "scripts/slurm/sweep.py", command, "--out", out, *words, cwd=ROOT, MASTER_ADDR="127.0.0.1"
+            sys.executable,
+            "scripts/slurm/sweep.py",
+            command,
+            "--out",
+            out,
+            *words,
+            cwd=ROOT,
+            MASTER_ADDR="127.0.0.1",
         )
 
     text = f"""--model {MODELS["gpt"]} --cpu --nodes 2 --gpus-per-node 1 --model-parallel-size 2 --batch-sizes 8
@@ -225,16 +348,33 @@ def test_a_sweep_measures_and_tells_what_does_not_fit(slurm, tmp_path):
     own = text.split()
     sweep("submit", *own, "--systems", "GPipe,PipeDream-2BW", "--", *SHAPE)
     # More than a process can address: no machine tries to find that memory.
-    sweep("submit", *own, "--systems", "PipeDream-Flush", "--", *SHAPE, "--ffn-hidden-size", 4 * 10**12)
+    sweep(
+        "submit",
+        *own,
+        "--systems",
+        "PipeDream-Flush",
+        "--",
+        *SHAPE,
+        "--ffn-hidden-size",
+        4 * 10**12,
+    )
     deadline = time.monotonic() + 150
     while not (said := sweep("status")).endswith("2 completed, 1 out of memory"):
         assert "failed" not in said and time.monotonic() < deadline, said + slurm.logs()
         time.sleep(3)
-    assert "submitted 0 runs" in sweep("submit", *own, "--systems", "GPipe,PipeDream-2BW,PipeDream-Flush")
+    assert "submitted 0 runs" in sweep(
+        "submit", *own, "--systems", "GPipe,PipeDream-2BW,PipeDream-Flush"
+    )
     assert "(3 runs)" in sweep("collect", "--warm-up", 4)
     with open(out / "sweep.csv", newline="") as file:
         rows = {row["system"]: row for row in csv.DictReader(file)}
     assert rows.keys() == {"GPipe", "PipeDream-2BW", "PipeDream-Flush"}
     for system in ("GPipe", "PipeDream-2BW"):
-        assert float(rows[system]["samples_per_second"]) > 0 and rows[system]["iterations"] == "4"
-    assert rows["PipeDream-Flush"]["samples_per_second"] == "" and "memory" in rows["PipeDream-Flush"]["reason"]
+        assert (
+            float(rows[system]["samples_per_second"]) > 0
+            and rows[system]["iterations"] == "4"
+        )
+    assert (
+        rows["PipeDream-Flush"]["samples_per_second"] == ""
+        and "memory" in rows["PipeDream-Flush"]["reason"]
+    )

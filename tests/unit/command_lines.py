@@ -33,12 +33,17 @@ def parser_of(schedule: str, task: str) -> argparse.ArgumentParser:
 
     with mock.patch.object(kitchen, "HAVE_KITCHEN", True):  # it brings flags
         parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, XDG_CACHE_HOME=folder):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, XDG_CACHE_HOME=folder),
+    ):
         early.table.cache_clear()
         early.remember(parser)
         early.table.cache_clear()
         assert early.table()
-    return prepare(parser, parse_early(["--pipeline-schedule", schedule], stop, task), stop)
+    return prepare(
+        parser, parse_early(["--pipeline-schedule", schedule], stop, task), stop
+    )
 
 
 def parse(argv: list[str], world: int) -> argparse.Namespace:
@@ -51,9 +56,11 @@ def parse(argv: list[str], world: int) -> argparse.Namespace:
 
 
 def complaint(argv: list[str], world: int) -> str | None:
-    """What the checks say to a command line for `world` processes; None if they accept it.
+    """What the checks say to a command line for `world` processes; None if they accept
+    it.
 
-    The check before torch is imported must answer the same line, or none where the rule needs more than it has.
+    The check before torch is imported must answer the same line, or none where the rule
+    needs more than it has.
     """
     line = None
     try:
@@ -63,15 +70,24 @@ def complaint(argv: list[str], world: int) -> str | None:
     if "cpu" in argv and cpu.installed():
         bert = argv[0] == BERT
         found = early.mistake(argv[bert:], "bert" if bert else "gpt", world)
-        assert found in (None, line), f"the check before the imports answers something else: {found}, {line}"
+        assert found in (None, line), (
+            f"the check before the imports answers something else: {found}, {line}"
+        )
     return line
 
 
-def dataset(prefix: Path, lengths: tuple[int, ...] = (5, 7, 3), code: int = 4, width: int = 4) -> Path:
-    """A dataset of Megatron's, one document a sequence: what the checks look at, written from its description."""
+def dataset(
+    prefix: Path, lengths: tuple[int, ...] = (5, 7, 3), code: int = 4, width: int = 4
+) -> Path:
+    """A dataset of Megatron's, one document a sequence: what the checks look at,
+    written from its description."""
     starts = [width * sum(lengths[:i]) for i in range(len(lengths))]
-    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code, len(lengths), len(lengths) + 1)
+    header = struct.pack(
+        "<9sQBQQ", b"MMIDIDX\x00\x00", 1, code, len(lengths), len(lengths) + 1
+    )
     tables = struct.pack(f"<{len(lengths)}i{len(lengths)}q", *lengths, *starts)
-    Path(f"{prefix}.idx").write_bytes(header + tables + struct.pack(f"<{len(lengths) + 1}q", *range(len(lengths) + 1)))
+    Path(f"{prefix}.idx").write_bytes(
+        header + tables + struct.pack(f"<{len(lengths) + 1}q", *range(len(lengths) + 1))
+    )
     Path(f"{prefix}.bin").write_bytes(bytes(width * sum(lengths)))
     return prefix

@@ -1,4 +1,5 @@
-"""Unit tests share one process: what a test or the code under test sets in the environment ends with the test."""
+"""Unit tests share one process: what a test or the code under test sets in the
+environment ends with the test."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from unittest import mock
 
 import pytest
 
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # a test may import Megatron without the CPU's stand-in
+# a test may import Megatron without the CPU's stand-in
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +32,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def on_the_cpu() -> Iterator[None]:
-    """Megatron's modules look for CUDA when they are imported and while they check arguments."""
+    """Megatron's modules look for CUDA when they are imported and while they check
+    arguments."""
     from megatron_2bw import cpu
     from megatron_2bw.schedules import SCHEDULE_NAMES
     from tests.unit.command_lines import parser_of

@@ -1,4 +1,5 @@
-"""Own flags, data and checkpoints: a mistake is answered in one line with its flag; what is right is accepted."""
+"""Own flags, data and checkpoints: a mistake is answered in one line with its flag;
+what is right is accepted."""
 
 from __future__ import annotations
 
@@ -17,8 +18,16 @@ pytestmark = pytest.mark.usefixtures("on_the_cpu")
 ADDS = {"two_bw_correction": "extrapolate"}
 
 
-def case(flag: str, words: str = "", stages: int = 2, microbatches: int = 2, schedule: str = "2bw", **changes):
-    """The flag with which the line begins, words in it, and the changes to a command line that is right."""
+def case(
+    flag: str,
+    words: str = "",
+    stages: int = 2,
+    microbatches: int = 2,
+    schedule: str = "2bw",
+    **changes,
+):
+    """The flag with which the line begins, words in it, and the changes to a command
+    line that is right."""
     argv = command(stages, microbatches, schedule, **changes)
     return pytest.param(argv, stages, flag, words, id=f"{flag} {schedule} {changes}")
 
@@ -27,38 +36,67 @@ def case(flag: str, words: str = "", stages: int = 2, microbatches: int = 2, sch
     "argv, world, flag, words",
     [
         case("--lr", lr=None),
-        case("--global-batch-size 6", "use --global-batch-size 8 or more", microbatches=3, two_bw_extra_warmup=2),
+        case(
+            "--global-batch-size 6",
+            "use --global-batch-size 8 or more",
+            microbatches=3,
+            two_bw_extra_warmup=2,
+        ),
         case(
             "--step-batch-size-schedule, a batch of 2 gives",
             global_batch_size=None,
             step_batch_size_schedule="0:2 64:8",
         ),
-        case("--step-batch-size-schedule: Megatron", global_batch_size=None, step_batch_size_schedule="0:8 64:4"),
-        case("--step-batch-size-schedule: a batch of 7", global_batch_size=None, step_batch_size_schedule="0:4 64:7"),
+        case(
+            "--step-batch-size-schedule: Megatron",
+            global_batch_size=None,
+            step_batch_size_schedule="0:8 64:4",
+        ),
+        case(
+            "--step-batch-size-schedule: a batch of 7",
+            global_batch_size=None,
+            step_batch_size_schedule="0:4 64:7",
+        ),
         case("argument --two-bw-sync-iterations", two_bw_sync_iterations="1.5%"),
         case("--two-bw-correction", schedule="megatron", two_bw_correction="auto"),
         case("--two-bw-correction-factor", **ADDS, two_bw_correction_factor=2.5),
         case("--two-bw-extra-warmup", microbatches=8, two_bw_extra_warmup="1,1"),
-        case("--two-bw-late-microbatches 2", "use 3 or more", stages=4, microbatches=4, two_bw_late_microbatches=2),
+        case(
+            "--two-bw-late-microbatches 2",
+            "use 3 or more",
+            stages=4,
+            microbatches=4,
+            two_bw_late_microbatches=2,
+        ),
         case("--gpipe-round 4", schedule="gpipe", microbatches=3, gpipe_round=4),
     ],
 )
 def test_a_mistake_is_answered_with_its_flag(argv, world, flag, words):
     message = complaint(argv, world)
-    assert message is not None and message.startswith(flag) and words in message and "\n" not in message
+    assert (
+        message is not None
+        and message.startswith(flag)
+        and words in message
+        and "\n" not in message
+    )
 
 
 RAMPED = dict(train_iters=None, train_samples=4000, lr_warmup_iters=None, seq_length=16)
 
 
 def test_a_rampup_becomes_megatrons_batch_schedule():
-    """The sizes are those of Megatron before 0.19: consumed samples over the samples of an increment, rounded down."""
-    from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+    """The sizes are those of Megatron before 0.19: consumed samples over the samples of
+    an increment, rounded down."""
+    from megatron.core.num_microbatches_calculator import (
+        StepBatchsizeNumMicroBatchesCalculator,
+    )
 
     argv = command(2, 8, "2bw", "--rampup-batch-size", "4", "4", "1000", **RAMPED)
     args = parse(argv, 2)
     line = own.use_rampup(args)
-    calculator = StepBatchsizeNumMicroBatchesCalculator(2, 1, False, 1, args.step_batch_size_schedule, args.seq_length)
+    calculator = StepBatchsizeNumMicroBatchesCalculator(
+        2, 1, False, 1, args.step_batch_size_schedule, args.seq_length
+    )
     for samples in range(2000):
         calculator.update(samples, consistency_check=True)
         expected = 16 if samples > 1000 else 4 + 4 * int(samples / (1000 / 3))
@@ -71,12 +109,22 @@ def test_a_rampup_becomes_megatrons_batch_schedule():
 
 @pytest.mark.parametrize(
     "stages, width, micro, batch, needed",
-    [(2, 1, 2, 2, 4), (4, 1, 2, 6, 8), (4, 3, 2, 18, 24), (2, 2, 1, None, 4), (4, 1, 5, 5, 20)],
+    [
+        (2, 1, 2, 2, 4),
+        (4, 1, 2, 6, 8),
+        (4, 3, 2, 18, 24),
+        (2, 2, 1, None, 4),
+        (4, 1, 5, 5, 20),
+    ],
 )
-def test_too_few_microbatches_says_which_batch_would_do(stages, width, micro, batch, needed):
+def test_too_few_microbatches_says_which_batch_would_do(
+    stages, width, micro, batch, needed
+):
     def answer(size, schedule="2bw"):
         changes = dict(micro_batch_size=micro, global_batch_size=size)
-        return complaint(command(stages, 1, schedule, width=width, **changes), stages * width)
+        return complaint(
+            command(stages, 1, schedule, width=width, **changes), stages * width
+        )
 
     assert answer(batch).endswith(f"use --global-batch-size {needed} or more")
     assert answer(needed) is None
@@ -85,17 +133,29 @@ def test_too_few_microbatches_says_which_batch_would_do(stages, width, micro, ba
 
 @pytest.mark.parametrize(
     "extra, level, exchange, fits",
-    [(2, 2, "nccl", False), (1, 2, "nccl", True), (2, 1, "nccl", True), (2, 2, "gloo", True)],
+    [
+        (2, 2, "nccl", False),
+        (1, 2, "nccl", True),
+        (2, 1, "nccl", True),
+        (2, 2, "gloo", True),
+    ],
 )
-def test_timers_that_wait_for_the_gpu_allow_one_more_forward_ahead(extra, level, exchange, fits, monkeypatch):
+def test_timers_that_wait_for_the_gpu_allow_one_more_forward_ahead(
+    extra, level, exchange, fits, monkeypatch
+):
     monkeypatch.setattr(cpu, "installed", lambda: False)
-    changes = dict(two_bw_extra_warmup=extra, timing_log_level=level, two_bw_exchange=exchange)
+    changes = dict(
+        two_bw_extra_warmup=extra, timing_log_level=level, two_bw_exchange=exchange
+    )
     message = complaint(command(2, 6, "2bw", transformer_impl="local", **changes), 2)
     assert message is None if fits else message.startswith("--two-bw-extra-warmup")
-    assert complaint(command(2, 2, distributed_backend="gloo"), 2).startswith("--distributed-backend gloo")
+    assert complaint(command(2, 2, distributed_backend="gloo"), 2).startswith(
+        "--distributed-backend gloo"
+    )
 
 
-# --- data, checkpoints, packages -------------------------------------------------------------------------------------
+# --- data, checkpoints, packages
+# --------------------------------------------------------------------------------------
 
 
 def with_data(*flags: object, bert: bool = False, **changes) -> list[str]:
@@ -105,23 +165,42 @@ def with_data(*flags: object, bert: bool = False, **changes) -> list[str]:
 
 def test_data_must_be_given_and_there(tmp_path):
     assert complaint(with_data(), 2).startswith("--data-path is missing")
-    assert complaint(with_data("--train-data-path", "no/such", split=None), 2).startswith("--train-data-path no/such: ")
+    assert complaint(
+        with_data("--train-data-path", "no/such", split=None), 2
+    ).startswith("--train-data-path no/such: ")
     assert complaint(with_data("--data-path", "1.0", "msc://bucket/data"), 2) is None
     one, two = dataset(tmp_path / "one"), tmp_path / "list"
     two.write_text(f"0.5 {one} 0.5 {one}")
     assert complaint(with_data("--data-args-path", two), 2) is None
-    assert complaint(with_data("--data-args-path", two, "--sft-data"), 2).startswith(f"--data-args-path {one}: ")
+    assert complaint(with_data("--data-args-path", two, "--sft-data"), 2).startswith(
+        f"--data-args-path {one}: "
+    )
 
 
 @pytest.mark.parametrize(
     "flags, line",
     [
-        ("--data-path 0.5 A 0.5", "--data-path 0.5 A 0.5: give only prefixes, or a weight before each prefix"),
-        ("--train-data-path A --split 98,1,1", "--split does not work with --train-data-path: leave it out"),
-        ("--data-args-path list --valid-data-path A", "--valid-data-path does not work with --data-args-path"),
+        (
+            "--data-path 0.5 A 0.5",
+            "--data-path 0.5 A 0.5: give only prefixes, or a weight before each prefix",
+        ),
+        (
+            "--train-data-path A --split 98,1,1",
+            "--split does not work with --train-data-path: leave it out",
+        ),
+        (
+            "--data-args-path list --valid-data-path A",
+            "--valid-data-path does not work with --data-args-path",
+        ),
         ("--per-split-data-args-path good", None),
-        ("--per-split-data-args-path bad", "--per-split-data-args-path bad: it has no key valid"),
-        ("--per-split-data-args-path list", "--per-split-data-args-path list: Expecting value"),
+        (
+            "--per-split-data-args-path bad",
+            "--per-split-data-args-path bad: it has no key valid",
+        ),
+        (
+            "--per-split-data-args-path list",
+            "--per-split-data-args-path list: Expecting value",
+        ),
     ],
 )
 def test_blends(flags, line, tmp_path, monkeypatch):
@@ -130,21 +209,36 @@ def test_blends(flags, line, tmp_path, monkeypatch):
     for name in "AB":
         dataset(tmp_path / name)
     (tmp_path / "list").write_text("A")
-    (tmp_path / "good").write_text('{"train": "0.5 A 0.5 B", "valid": ["A"], "test": null}')
+    (tmp_path / "good").write_text(
+        '{"train": "0.5 A 0.5 B", "valid": ["A"], "test": null}'
+    )
     (tmp_path / "bad").write_text('{"train": "A", "validation": "B"}')
-    changes = dict(split=None) if "--split" not in flags and "--data-path" not in flags else dict(split="100,0,0")
+    changes = (
+        dict(split=None)
+        if "--split" not in flags and "--data-path" not in flags
+        else dict(split="100,0,0")
+    )
     message = complaint(with_data(*flags.split(), **changes), 2)
     assert message is None if line is None else message.startswith(line)
 
 
 @pytest.mark.parametrize(
-    "split, empty", [("98,1,1", True), ("1,1,1", False), ("2/1/0", False), ("1,100,100", True), ("100", False)]
+    "split, empty",
+    [
+        ("98,1,1", True),
+        ("1,1,1", False),
+        ("2/1/0", False),
+        ("1,100,100", True),
+        ("100", False),
+    ],
 )
 @pytest.mark.parametrize("bert", [False, True])
 def test_a_split_that_leaves_a_share_without_documents(split, empty, bert, tmp_path):
     """Megatron 0.19 would look for its first token for ever."""
     data = dataset(tmp_path / "data")  # three documents
-    message = complaint(with_data("--data-path", "0.5", data, bert=bert, split=split), 2)
+    message = complaint(
+        with_data("--data-path", "0.5", data, bert=bert, split=split), 2
+    )
     assert message.startswith(f"--split {split}") if empty else message is None
 
 
@@ -152,32 +246,46 @@ def test_a_checkpoint_that_is_cut_short_is_found_before_training(tmp_path):
     (tmp_path / "iter_0000004").mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
     for changes in ({}, {"save": tmp_path, "save_interval": 2}, {"ckpt_step": 2}):
-        assert complaint(command(2, 2, load=tmp_path, **changes), 2).startswith(f"--load {tmp_path}: ")
+        assert complaint(command(2, 2, load=tmp_path, **changes), 2).startswith(
+            f"--load {tmp_path}: "
+        )
 
 
-def test_a_gpu_host_without_transformer_engine_has_a_line_with_what_to_type(monkeypatch):
+def test_a_gpu_host_without_transformer_engine_has_a_line_with_what_to_type(
+    monkeypatch,
+):
     monkeypatch.setattr(checks, "installed", lambda package: False)
     argv = command(2, 2, transformer_impl="transformer_engine")
     assert complaint(argv, 2) is None
     monkeypatch.setattr(cpu, "installed", lambda: False)
     message = complaint(argv, 2)
-    assert message.startswith("--transformer-impl transformer_engine") and "--transformer-impl local" in message
+    assert (
+        message.startswith("--transformer-impl transformer_engine")
+        and "--transformer-impl local" in message
+    )
     monkeypatch.setattr(checks, "installed", lambda package: True)
     assert complaint(argv, 2) is None
     local = command(2, 2, transformer_impl="local", context_parallel_size=2)
-    assert complaint(local, 4).startswith("--context-parallel-size 2 needs Transformer Engine")
+    assert complaint(local, 4).startswith(
+        "--context-parallel-size 2 needs Transformer Engine"
+    )
 
 
-@pytest.mark.parametrize("modules, real", [((), False), (("apex",), False), (("apex", "amp_C"), True)])
+@pytest.mark.parametrize(
+    "modules, real", [((), False), (("apex",), False), (("apex", "amp_C"), True)]
+)
 def test_apex_is_nvidias(modules, real, tmp_path, monkeypatch):
     """The registry has another package of the name."""
     for module in modules:
-        (tmp_path / f"{module}.py").write_text("raise ImportError('it is only looked for')")
+        (tmp_path / f"{module}.py").write_text(
+            "raise ImportError('it is only looked for')"
+        )
     monkeypatch.syspath_prepend(tmp_path)
     assert installed("apex") == real
 
 
-# --- Megatron's errors and argparse's --------------------------------------------------------------------------------
+# --- Megatron's errors and argparse's
+# --------------------------------------------------------------------------------------
 
 
 def test_the_text_of_megatrons_assertion_is_a_line():
@@ -195,7 +303,10 @@ def test_help_can_be_printed():
     assert "--pipeline-schedule" in text and "--bert-no-binary-head" in text
 
 
-@pytest.mark.parametrize("flags", ["--pipeline-schedule 3bw", "--two-bw-extra-warmup 1,x", "--device cuda"])
+@pytest.mark.parametrize(
+    "flags", ["--pipeline-schedule 3bw", "--two-bw-extra-warmup 1,x", "--device cuda"]
+)
 def test_flags_of_this_project_are_checked_before_megatron_is_imported(flags):
-    with pytest.raises(Stopped, match=flags.split()[0]):  # the CPU answers for CUDA here
+    # the CPU answers for CUDA here
+    with pytest.raises(Stopped, match=flags.split()[0]):
         parse_early(flags.split(), stop)

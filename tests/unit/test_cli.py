@@ -1,4 +1,5 @@
-"""megatron-2bw: its commands, and what `train` and `evaluate` make of a plan, a YAML file and flags."""
+"""megatron-2bw: its commands, and what `train` and `evaluate` make of a plan, a YAML
+file and flags."""
 
 from __future__ import annotations
 
@@ -38,7 +39,10 @@ def test_every_command_has_a_help(name, capsys):
     assert status == 0 and lines[0].startswith(f"usage: megatron-2bw {name}")
 
 
-GONE = "megatron-2bw evaluate: error: gone: it holds no checkpoint: give the folder that a run has as --save"
+GONE = (
+    "megatron-2bw evaluate: error: gone: it holds no checkpoint: give the folder "
+    "that a run has as --save"
+)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +50,11 @@ GONE = "megatron-2bw evaluate: error: gone: it holds no checkpoint: give the fol
     [
         ("simulat", 2, "(did you mean simulate?)"),
         ("xyz", 2, "xyz is not a command:"),
-        ("completion zsh", 2, "megatron-2bw completion: error: zsh: there is a script for bash only"),
+        (
+            "completion zsh",
+            2,
+            "megatron-2bw completion: error: zsh: there is a script for bash only",
+        ),
         ("train gpt @gone", 1, "@gone: "),
         ("evaluate gpt gone --mock-data", 1, GONE),
     ],
@@ -58,7 +66,12 @@ def test_a_mistake_is_answered_in_one_line(typed, status, line, capsys):
 
 @pytest.mark.parametrize(
     "argv",
-    [[], ["doctor", "--help"], "simulate --schedule 2bw --stages 2 --microbatches 2".split(), ["train", "gpt", "--x"]],
+    [
+        [],
+        ["doctor", "--help"],
+        "simulate --schedule 2bw --stages 2 --microbatches 2".split(),
+        ["train", "gpt", "--x"],
+    ],
 )
 def test_what_needs_no_large_package(argv, on_the_cpu, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -67,25 +80,37 @@ def test_what_needs_no_large_package(argv, on_the_cpu, monkeypatch, tmp_path):
     code = (
         "import sys; from megatron_2bw import cli\n"
         "try:\n    cli.main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
-        "found = {'torch', 'megatron', 'wandb', 'datasets', 'matplotlib', 'transformers'} & {*sys.modules}\n"
+        "found = {'torch', 'megatron', 'wandb', 'datasets', 'matplotlib', "
+        "'transformers'} & {*sys.modules}\n"
         "assert not found, found"
     )
-    subprocess.run([sys.executable, "-c", code, *argv], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-c", code, *argv], check=True, stdout=subprocess.DEVNULL
+    )
 
 
 def test_completion_is_a_script_of_bash(capsys):
     _, lines, _ = ended(["completion"], capsys)
-    script = "\n".join([*lines, "COMP_WORDS=(megatron-2bw tr) COMP_CWORD=1; _megatron_2bw; echo ${COMPREPLY[@]}"])
-    found = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+    script = "\n".join(
+        [
+            *lines,
+            "COMP_WORDS=(megatron-2bw tr) COMP_CWORD=1; _megatron_2bw; echo ${COMPREPLY[@]}",
+        ]
+    )
+    found = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, check=True
+    ).stdout
     assert found == "train trace\n"
 
 
-# --- train and evaluate ---------------------------------------------------------------------------------------------
+# --- train and evaluate
+# --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch):
-    """--dry-run only prints: the check of the flags takes seconds (e2e/test_front_door.py)."""
+    """--dry-run only prints: the check of the flags takes seconds
+    (e2e/test_front_door.py)."""
     monkeypatch.setattr(train.subprocess, "call", lambda command, env: 0)
 
 
@@ -94,24 +119,57 @@ def dry(argv, capsys) -> list[str]:
     status, lines, errors = ended([*argv, "--dry-run"], capsys)
     assert status == 0, errors
     words = shlex.split(lines[-1])
-    return words[next(number for number, word in enumerate(words) if word.endswith("_2bw.py")) + 1 :]
+    return words[
+        next(number for number, word in enumerate(words) if word.endswith("_2bw.py"))
+        + 1 :
+    ]
 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("plan") / "plan.json"
-    flags = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 127"
+    flags = (
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+        "--vocab-size 127"
+    )
     cluster = ["--cluster", "p3.16xlarge", "--gpus-per-server", "2"]
-    words = [*flags.split(), *cluster, "--max-global-batch-size", "16", "--schedules", "2bw", "--json", str(path)]
+    words = [
+        *flags.split(),
+        *cluster,
+        "--max-global-batch-size",
+        "16",
+        "--schedules",
+        "2bw",
+        "--json",
+        str(path),
+    ]
     assert planner.main(["plan", *words, "--pipeline-model-parallel-size", "2"]) == 0
     return path
 
 
 def test_a_plan_is_a_whole_command(plan, capsys):
     """With the flags that run.sh has, mock data too; what is typed takes precedence."""
-    flags = dry(["train", "gpt", str(plan), "--lr", "1e-3", "--device", "cpu", "--transformer-impl", "local"], capsys)
+    flags = dry(
+        [
+            "train",
+            "gpt",
+            str(plan),
+            "--lr",
+            "1e-3",
+            "--device",
+            "cpu",
+            "--transformer-impl",
+            "local",
+        ],
+        capsys,
+    )
     content = json.loads(plan.read_text())
-    for word in (*content["run"]["model"], *content["plans"][0]["flags"], "--two-bw-correction", "--mock-data"):
+    for word in (
+        *content["run"]["model"],
+        *content["plans"][0]["flags"],
+        "--two-bw-correction",
+        "--mock-data",
+    ):
         assert word in flags
     assert flags.count("--lr") == 1 and flags[flags.index("--lr") + 1] == "1e-3"
     content["plans"][0] |= dict(tensor=2, context=2, depth=3, width=2)
@@ -120,14 +178,21 @@ def test_a_plan_is_a_whole_command(plan, capsys):
 
 
 def test_a_yaml_file_holds_megatrons_flags(tmp_path, capsys):
-    lines = [f"{name.removeprefix('--').replace('-', '_')}: {json.dumps(value)}" for name, value in TINY.items()]
-    (tmp_path / "run.yaml").write_text("\n".join([*lines, "mock-data: true", "pipeline-schedule: 2BW"]))
+    lines = [
+        f"{name.removeprefix('--').replace('-', '_')}: {json.dumps(value)}"
+        for name, value in TINY.items()
+    ]
+    (tmp_path / "run.yaml").write_text(
+        "\n".join([*lines, "mock-data: true", "pipeline-schedule: 2BW"])
+    )
     flags = dry(["train", "gpt", str(tmp_path / "run.yaml"), "--seed=3"], capsys)
     assert "--mock-data" in flags and "--seed=3" in flags and "--seed" not in flags
     assert flags[flags.index("--hidden-size") + 1] == "32"
 
 
-@pytest.mark.parametrize("text", ["bf16: false", "[]", "lr: [", '{"plans": [{"flags": []}]}'])
+@pytest.mark.parametrize(
+    "text", ["bf16: false", "[]", "lr: [", '{"plans": [{"flags": []}]}']
+)
 def test_a_file_that_is_neither(text, tmp_path, capsys):
     path = tmp_path / "run.json"
     path.write_text(text)
@@ -137,15 +202,23 @@ def test_a_file_that_is_neither(text, tmp_path, capsys):
 
 def test_the_plan_of_a_gpt_trains_no_bert(plan, capsys):
     status, _, lines = ended(["train", "bert", str(plan)], capsys)
-    assert status and lines == [f"megatron-2bw train: error: {plan}: it is the plan of a gpt: train gpt"]
+    assert status and lines == [
+        f"megatron-2bw train: error: {plan}: it is the plan of a gpt: train gpt"
+    ]
 
 
 @pytest.mark.usefixtures("on_the_cpu")  # it makes the table of Megatron's flags
 def test_wrong_flags_end_it_before_a_rank_starts(monkeypatch, capsys):
-    monkeypatch.setattr(train, "run_ranks", lambda *given: pytest.fail("a rank was started"))
-    status, out, lines = ended(["train", "gpt", *FLAGS, "--mock-data", "--lr-decay-iter", "1"], capsys)
+    monkeypatch.setattr(
+        train, "run_ranks", lambda *given: pytest.fail("a rank was started")
+    )
+    status, out, lines = ended(
+        ["train", "gpt", *FLAGS, "--mock-data", "--lr-decay-iter", "1"], capsys
+    )
     assert status == 2 and out == []
-    expected = "unrecognized arguments: --lr-decay-iter 1 (did you mean --lr-decay-iters?)"
+    expected = (
+        "unrecognized arguments: --lr-decay-iter 1 (did you mean --lr-decay-iters?)"
+    )
     assert [line.split("error: ")[1] for line in lines] == [expected]
 
 
@@ -154,23 +227,49 @@ def test_wrong_flags_end_it_before_a_rank_starts(monkeypatch, capsys):
     [
         ([], 1),
         (["--pipeline-model-parallel-size=2", "--nproc", "4"], 4),
-        (["--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-size=2"], 2),  # the last counts
+        # the last counts
+        (
+            ["--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-size=2"],
+            2,
+        ),
     ],
 )
 def test_the_number_of_ranks(more, number, monkeypatch):
     """Of the sizes, or as typed."""
     started = []
-    monkeypatch.setattr(train, "run_ranks", lambda prog, command: started.extend(command) or 0)
-    flags = [*FLAGS, "--mock-data", "--pipeline-schedule", "2bw", "--global-batch-size", "8"]
+    monkeypatch.setattr(
+        train, "run_ranks", lambda prog, command: started.extend(command) or 0
+    )
+    flags = [
+        *FLAGS,
+        "--mock-data",
+        "--pipeline-schedule",
+        "2bw",
+        "--global-batch-size",
+        "8",
+    ]
     assert cli.main(["train", "gpt", *flags, *more]) == 0
     assert started[started.index("--nproc-per-node") + 1] == str(number)
 
 
-SLURM = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1"}
+SLURM = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_NODEID": "1",
+}
 
 
 def test_several_hosts_start_torchrun(monkeypatch, capsys):
-    flags = [*FLAGS, "--mock-data", "--pipeline-model-parallel-size", "2", "--nproc", "1", "--dry-run"]
+    flags = [
+        *FLAGS,
+        "--mock-data",
+        "--pipeline-model-parallel-size",
+        "2",
+        "--nproc",
+        "1",
+        "--dry-run",
+    ]
     for argv, variables in (
         (["--nnodes", "2", "--node-rank", "1", "--master-addr", "first"], {}),
         (["--master-addr", "first"], SLURM | {"SLURM_STEP_NODELIST": "first,second"}),
@@ -182,14 +281,25 @@ def test_several_hosts_start_torchrun(monkeypatch, capsys):
             status, lines, _ = ended(["train", "gpt", *flags, *argv], capsys)
         assert status == 0
         two = "--nnodes 2 --node-rank 1 --master-addr first --master-port 29500 --nproc-per-node 1"
-        one = "--nnodes 1 --node-rank 0 --master-addr 127.0.0.1 --master-port 29501 --nproc-per-node 1"
-        assert (one if "1" in argv[:2] else two) in lines[-1] and "torch.distributed.run" in lines[-1]
+        one = (
+            "--nnodes 1 --node-rank 0 --master-addr 127.0.0.1 --master-port 29501 "
+            "--nproc-per-node 1"
+        )
+        assert (one if "1" in argv[:2] else two) in lines[
+            -1
+        ] and "torch.distributed.run" in lines[-1]
 
 
-@pytest.mark.parametrize(("argv", "nodes"), [(["--nnodes", "2"], None), ([], "2"), ([], "1")])
+@pytest.mark.parametrize(
+    ("argv", "nodes"), [(["--nnodes", "2"], None), ([], "2"), ([], "1")]
+)
 def test_hosts_that_do_not_fit(argv, nodes, monkeypatch, capsys):
     """One that is not told which it is, and eight tasks on two nodes or one."""
-    for name, value in (SLURM | {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": nodes}).items() if nodes else ():
+    for name, value in (
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": nodes}).items()
+        if nodes
+        else ()
+    ):
         monkeypatch.setenv(name, value)
     status, _, lines = ended(["train", "gpt", *argv], capsys)
     assert status == 2 and len(lines) == 1
@@ -197,27 +307,39 @@ def test_hosts_that_do_not_fit(argv, nodes, monkeypatch, capsys):
 
 def test_words_of_a_file(plan, tmp_path, capsys):
     """The plan may stand behind this command's options."""
-    (tmp_path / "flags").write_text("--device cpu\n--transformer-impl local --wandb-exp-name 'a b'")
-    flags = dry(["train", "gpt", "--nproc", "2", str(plan), f"@{tmp_path}/flags"], capsys)
+    (tmp_path / "flags").write_text(
+        "--device cpu\n--transformer-impl local --wandb-exp-name 'a b'"
+    )
+    flags = dry(
+        ["train", "gpt", "--nproc", "2", str(plan), f"@{tmp_path}/flags"], capsys
+    )
     assert "--num-layers" in flags and "a b" in flags
 
 
-# --- ranks ------------------------------------------------------------------------------------------------------------
+# --- ranks
+# --------------------------------------------------------------------------------------
 
 
 def ranks(tmp_path, text: str, number: int) -> subprocess.Popen:
     """A program that starts ranks of a script with this text."""
-    (tmp_path / "rank.py").write_text("import os, signal, sys, time\nrank = os.environ['RANK']\n" + text)
+    (tmp_path / "rank.py").write_text(
+        "import os, signal, sys, time\nrank = os.environ['RANK']\n" + text
+    )
     code = (
         "import sys; from megatron_2bw.start.torchrun import run_ranks, torchrun\n"
         f"sys.exit(run_ranks('prog', torchrun({number}, script={str(tmp_path / 'rank.py')!r})))"
     )
-    return subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
 
 
 @pytest.mark.parametrize(
     ("fault", "status", "line"),
-    [("sys.exit(3)", 3, ""), ("os.kill(os.getpid(), 9)", 137, "prog: error: rank 1 was ended by signal 9\n")],
+    [
+        ("sys.exit(3)", 3, ""),
+        ("os.kill(os.getpid(), 9)", 137, "prog: error: rank 1 was ended by signal 9\n"),
+    ],
 )
 def test_the_first_failure_ends_the_other_ranks(fault, status, line, tmp_path):
     parent = ranks(tmp_path, f"{fault} if rank == '1' else time.sleep(600)", 2)
@@ -227,10 +349,14 @@ def test_the_first_failure_ends_the_other_ranks(fault, status, line, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_reaches_the_ranks(number, tmp_path):
     """They end as after a save."""
-    text = f"signal.signal({number}, lambda *_: (open('saved' + rank, 'w'), sys.exit()))\n"
+    text = (
+        f"signal.signal({number}, lambda *_: (open('saved' + rank, 'w'), sys.exit()))\n"
+    )
     parent = ranks(tmp_path, f"{text}open('begun' + rank, 'w')\ntime.sleep(600)", 2)
     while len(list(tmp_path.glob("begun*"))) < 2:
         time.sleep(0.05)
     parent.send_signal(number)
-    assert parent.communicate(timeout=200)[1] == "" and parent.returncode == 128 + number
+    assert (
+        parent.communicate(timeout=200)[1] == "" and parent.returncode == 128 + number
+    )
     assert len(list(tmp_path.glob("saved*"))) == 2

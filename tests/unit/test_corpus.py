@@ -1,4 +1,5 @@
-"""The built-in corpus: nothing is lost, nothing half-written is used, and Megatron loads it."""
+"""The built-in corpus: nothing is lost, nothing half-written is used, and Megatron
+loads it."""
 
 import socket
 import sys
@@ -34,7 +35,10 @@ def test_files_hold_each_document_and_its_end(corpus, tokenizer):
     texts, data = corpus_module.read_library(BYTES), indexed(corpus)
     eod = tokenizer.token_to_id(EOD)
     assert sum(len(text.encode()) for text in texts) <= BYTES
-    assert len(texts) == len(data) == len(data.document_indices) - 1 and tokenizer.get_vocab_size() == VOCAB
+    assert (
+        len(texts) == len(data) == len(data.document_indices) - 1
+        and tokenizer.get_vocab_size() == VOCAB
+    )
     assert data.index.dtype == np.uint16
     for text in (SAMPLE, *texts):
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
@@ -44,7 +48,14 @@ def test_files_hold_each_document_and_its_end(corpus, tokenizer):
 
 
 def test_library_is_read_without_tests_and_undecodable_files(tmp_path, monkeypatch):
-    names = ["a.py", "deep/er/b.py", "test/c.py", "site-packages/d.py", "x/tests/e.py", "f.txt"]
+    names = [
+        "a.py",
+        "deep/er/b.py",
+        "test/c.py",
+        "site-packages/d.py",
+        "x/tests/e.py",
+        "f.txt",
+    ]
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -55,7 +66,9 @@ def test_library_is_read_without_tests_and_undecodable_files(tmp_path, monkeypat
     assert corpus_module.read_library(5) == ["a.py"]
 
 
-def test_second_call_reuses_the_first_and_the_key_tells_requests_apart(corpus, monkeypatch):
+def test_second_call_reuses_the_first_and_the_key_tells_requests_apart(
+    corpus, monkeypatch
+):
     before = corpus.prefix.with_suffix(".bin").stat().st_mtime_ns
     monkeypatch.setenv("MEGATRON_2BW_CACHE", str(corpus.prefix.parent.parent))
     assert build_corpus(None, VOCAB, BYTES) == corpus
@@ -87,10 +100,15 @@ def test_megatron_loads_the_tokenizer_without_a_network(corpus, tokenizer, monke
 
     monkeypatch.setattr(sys, "argv", ["pretrain", *corpus.flags()])
     for owner, name in ((socket.socket, "connect"), (socket, "getaddrinfo")):
-        monkeypatch.setattr(owner, name, lambda *given, **options: pytest.fail("it asks a network"))
+        monkeypatch.setattr(
+            owner, name, lambda *given, **options: pytest.fail("it asks a network")
+        )
     args = parse_args()
     loaded = build_tokenizer(args)
-    assert args.data_path == [str(corpus.prefix)] and loaded.vocab_size == args.padded_vocab_size == VOCAB
+    assert (
+        args.data_path == [str(corpus.prefix)]
+        and loaded.vocab_size == args.padded_vocab_size == VOCAB
+    )
     assert loaded.eod == tokenizer.token_to_id(EOD)
     assert loaded.tokenize(SAMPLE) == tokenizer.encode(SAMPLE).ids
     assert loaded.detokenize(loaded.tokenize(SAMPLE)) == SAMPLE

@@ -15,7 +15,11 @@ from megatron_2bw.start import launch
 def state() -> dict:
     """Everything that `install` may touch."""
     names = {name: getattr(torch.cuda, name) for name in cpu._TORCH_CUDA}
-    return names | {"cuda": torch.nn.Module.cuda, "rng": torch.cuda.random.get_rng_state, "compile": torch.compile}
+    return names | {
+        "cuda": torch.nn.Module.cuda,
+        "rng": torch.cuda.random.get_rng_state,
+        "compile": torch.compile,
+    }
 
 
 def test_tensors_asked_for_on_cuda_are_on_the_cpu(cpu_layer):
@@ -44,10 +48,13 @@ def test_uninstall_puts_everything_back():
 
 
 def test_nothing_changes_on_a_cuda_host(monkeypatch):
-    """With a GPU and --device auto, `launch` neither installs the layer nor replaces a flag."""
+    """With a GPU and --device auto, `launch` neither installs the layer nor replaces a
+    flag."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(early, "mistake", lambda *given: None)
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt_2bw.py", "--pipeline-schedule", "2bw", "--verbose"])
+    monkeypatch.setattr(
+        sys, "argv", ["pretrain_gpt_2bw.py", "--pipeline-schedule", "2bw", "--verbose"]
+    )
     before, seen = state(), {}
 
     def stop_here(*given):

@@ -1,6 +1,8 @@
-"""The command line is checked before torch is imported, with what the whole check would answer.
+"""The command line is checked before torch is imported, with what the whole check would
+answer.
 
-`command_lines.complaint` holds the two checks to each other on all command lines of the tests.
+`command_lines.complaint` holds the two checks to each other on all command lines of the
+tests.
 """
 
 from __future__ import annotations
@@ -31,10 +33,15 @@ def megatrons() -> argparse.ArgumentParser:
 
 @pytest.mark.parametrize("task, schedule", [("gpt", "2bw"), ("bert", "megatron")])
 def test_the_table_has_megatrons_defaults(task, schedule):
-    """Those of the parser that the whole check uses; an enumeration's member by its name."""
-    whole = prepare(megatrons(), argparse.Namespace(task=task, pipeline_schedule=schedule), stop)
+    """Those of the parser that the whole check uses; an enumeration's member by its
+    name."""
+    whole = prepare(
+        megatrons(), argparse.Namespace(task=task, pipeline_schedule=schedule), stop
+    )
     expected = {
-        name: value.name if isinstance(value, enum.Enum) and not isinstance(value, int) else value
+        name: value.name
+        if isinstance(value, enum.Enum) and not isinstance(value, int)
+        else value
         for name, value in vars(whole.parse_args([])).items()
     }
     found = vars(early.parser_of(task, schedule).parse_args([]))
@@ -56,11 +63,18 @@ def test_the_first_use_writes_the_table(tmp_path, monkeypatch):
 
 
 def test_a_hint_is_a_flag_that_helps():
-    """Not the opposite, as --apply-query-key-layer-scaling is; not --sft, which is refused; not --disable-msc."""
+    """Not the opposite, as --apply-query-key-layer-scaling is; not --sft, which is
+    refused; not --disable-msc."""
     line = early.mistake([*command(1, 1), "--no-masked-softmax"], "gpt", 1)
     assert line.endswith(" (did you mean --no-masked-softmax-fusion?)")
-    for typed in "no-query-key-layer-scaling tie-embeddings-and-output-weights sftt ap-sft disable-bias".split():
-        assert early.mistake([*command(1, 1), f"--{typed}"], "gpt", 1) == f"unrecognized arguments: --{typed}"
+    for typed in (
+        "no-query-key-layer-scaling tie-embeddings-and-output-weights sftt ap-sft "
+        "disable-bias"
+    ).split():
+        assert (
+            early.mistake([*command(1, 1), f"--{typed}"], "gpt", 1)
+            == f"unrecognized arguments: --{typed}"
+        )
 
 
 def test_a_wrong_flag_is_answered_without_torch(tmp_path, monkeypatch):
@@ -77,5 +91,11 @@ def test_a_wrong_flag_is_answered_without_torch(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.returncode == 2 and ran.stdout == ""
-    assert ran.stderr == "pretrain_gpt_2bw.py: error: unrecognized arguments: --lrr 3 (did you mean --lr?)\n"
-    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == ran.stderr.rstrip()
+    assert (
+        ran.stderr
+        == "pretrain_gpt_2bw.py: error: unrecognized arguments: --lrr 3 (did you mean --lr?)\n"
+    )
+    assert (
+        json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+        == ran.stderr.rstrip()
+    )

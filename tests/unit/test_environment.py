@@ -36,14 +36,20 @@ def none_set(monkeypatch):
         (2, 2, "2bw", {"distributed_backend": "gloo"}, False),
     ],
 )
-def test_variables_with_which_a_run_over_nccl_would_hang(stages, world, schedule, flags, hangs, monkeypatch):
+def test_variables_with_which_a_run_over_nccl_would_hang(
+    stages, world, schedule, flags, hangs, monkeypatch
+):
     argv = command(stages, 2, schedule, **{"distributed_backend": "nccl"} | flags)
     for name in environment.REFUSED:
         monkeypatch.setenv(name, "0")
         assert complaint(argv, world) is None
         monkeypatch.setenv(name, "1")
         message = complaint(argv, world)
-        assert message.startswith(f"{name}=1 does not work with ") if hangs else message is None
+        assert (
+            message.startswith(f"{name}=1 does not work with ")
+            if hangs
+            else message is None
+        )
         monkeypatch.delenv(name)
 
 
@@ -62,9 +68,15 @@ def test_variables_with_which_a_run_over_nccl_would_hang(stages, world, schedule
 def test_a_hardware_queue_for_each_stream(flags, expected, monkeypatch):
     """Set before anything asks CUDA."""
     seen: list[str | None] = []
-    monkeypatch.setattr(cpu, "wanted", lambda device: seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")))
+    monkeypatch.setattr(
+        cpu,
+        "wanted",
+        lambda device: seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")),
+    )
     parse_early(flags.split(), stop)
-    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected and set(seen) <= {expected}
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected and set(seen) <= {
+        expected
+    }
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
     parse_early(flags.split(), stop)
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
@@ -77,14 +89,26 @@ def test_a_hardware_queue_for_each_stream(flags, expected, monkeypatch):
         ("2bw", 1, {}, None),
         ("2bw", 2, {"two_bw_exchange": "gloo"}, None),
         ("2bw", 2, {"distributed_backend": "gloo"}, None),
-        ("2bw", 2, {"context_parallel_size": 2, "transformer_impl": "transformer_engine"}, None),
+        (
+            "2bw",
+            2,
+            {"context_parallel_size": 2, "transformer_impl": "transformer_engine"},
+            None,
+        ),
         ("megatron", 2, {}, None),
     ],
 )
-def test_a_bound_on_the_channels_of_a_message(schedule, stages, flags, expected, monkeypatch):
+def test_a_bound_on_the_channels_of_a_message(
+    schedule, stages, flags, expected, monkeypatch
+):
     monkeypatch.setattr(checks, "installed", lambda package: True)
     argv = command(stages, 2, schedule, **{"distributed_backend": "nccl"} | flags)
     world = 4 if "context_parallel_size" in flags else stages
-    assert complaint(argv, world) is None and os.environ.get("NCCL_MAX_P2P_NCHANNELS") == expected
+    assert (
+        complaint(argv, world) is None
+        and os.environ.get("NCCL_MAX_P2P_NCHANNELS") == expected
+    )
     os.environ["NCCL_MAX_P2P_NCHANNELS"] = "16"
-    assert complaint(argv, world) is None and os.environ["NCCL_MAX_P2P_NCHANNELS"] == "16"
+    assert (
+        complaint(argv, world) is None and os.environ["NCCL_MAX_P2P_NCHANNELS"] == "16"
+    )

@@ -13,7 +13,10 @@ from megatron_2bw.errors import UserError, report
     "error, line",
     [
         (UserError("--lr 0:\n  above 0"), "--lr 0: above 0"),
-        (FileNotFoundError(2, "No such file or directory", "a/b"), "a/b: No such file or directory"),
+        (
+            FileNotFoundError(2, "No such file or directory", "a/b"),
+            "a/b: No such file or directory",
+        ),
         (OSError(28, "No space left on device"), "No space left on device"),
         (ChildProcessError("a worker was killed"), "a worker was killed"),
     ],

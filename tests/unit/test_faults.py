@@ -17,18 +17,33 @@ from megatron_2bw.mcore.repairs import queue_in_process
 from megatron_2bw.start import exits
 
 EFFECTS = [
-    RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5823"),
-    dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?"),
-    dist.DistNetworkError("The client socket has failed to connect to any network address of (host, 29500)."),
-    dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited"),
+    RuntimeError(
+        "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed "
+        "by peer [127.0.0.1]:5823"
+    ),
+    dist.DistNetworkError(
+        "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?"
+    ),
+    dist.DistNetworkError(
+        "The client socket has failed to connect to any network address of (host, 29500)."
+    ),
+    dist.DistBackendError(
+        "NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited"
+    ),
     RuntimeError("[Rank 1] Watchdog caught collective operation timeout"),
     UserError("reported by another", reported_elsewhere=True),
 ]
 CAUSES = [
     RuntimeError("found NaN in local forward loss calculation"),
-    dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:77, invalid usage: Duplicate GPU detected"),
-    dist.DistBackendError("NCCL error in: NCCLUtils.cpp:94, unhandled cuda error: Cuda failure 2 'out of memory'"),
-    dist.DistNetworkError("The server socket has failed to listen on any local network address. port: 29500"),
+    dist.DistBackendError(
+        "NCCL error in: ProcessGroupNCCL.cpp:77, invalid usage: Duplicate GPU detected"
+    ),
+    dist.DistBackendError(
+        "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error: Cuda failure 2 'out of memory'"
+    ),
+    dist.DistNetworkError(
+        "The server socket has failed to listen on any local network address. port: 29500"
+    ),
     ConnectionResetError(104, "Connection reset by peer"),
     RuntimeError("DataLoader timed out after 60 seconds"),
     OSError("HTTPSConnectionPool: Max retries exceeded: Connection refused"),
@@ -45,11 +60,18 @@ def test_effects_of_another_rank(error):
     [
         (UserError("--save x: no space\nleft"), "error: --save x: no space left", []),
         (ValueError("here"), "rank 3 ends with an exception: ValueError: here", []),
-        (EFFECTS[0], "rank 3 ends: another rank has ended or does not answer", [exits.PATIENCE]),
+        (
+            EFFECTS[0],
+            "rank 3 ends: another rank has ended or does not answer",
+            [exits.PATIENCE],
+        ),
     ],
 )
-def test_a_cause_is_told_at_once_and_before_the_last_words_which_cannot_hide_it(error, line, waits, monkeypatch, capfd):
-    """In one line, but for an exception, whose traceback comes before. An effect waits for the cause."""
+def test_a_cause_is_told_at_once_and_before_the_last_words_which_cannot_hide_it(
+    error, line, waits, monkeypatch, capfd
+):
+    """In one line, but for an exception, whose traceback comes before. An effect waits
+    for the cause."""
     waited, before = [], []
     monkeypatch.setattr(exits.time, "sleep", waited.append)
     for name in ("alarm", "signal"):
@@ -75,12 +97,15 @@ def test_a_rank_that_cannot_leave_is_ended(tmp_path):
         "threading.Thread(target=time.sleep, args=(100,)).start()\n"
         "try:\n    raise ValueError('here')\nexcept ValueError as error:\n    exits.leave(error)\n"
     )
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=60
+    )
     assert run.returncode == -signal.SIGALRM and "ValueError: here" in run.stderr
 
 
 def saving_rank(numbers) -> None:
-    """A rank with an asynchronous save: it starts the process of its results and waits to be killed."""
+    """A rank with an asynchronous save: it starts the process of its results and waits
+    to be killed."""
     import megatron.training
 
     megatron.training.get_args = lambda: SimpleNamespace(async_save=True)

@@ -20,7 +20,9 @@ def test_a_file_is_replaced(content, tmp_path):
 
 
 @pytest.mark.parametrize("fails", ["replace", "fsync"])
-def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(fails, tmp_path, monkeypatch):
+def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(
+    fails, tmp_path, monkeypatch
+):
     def full(*args):
         raise OSError(28, "No space left on device")
 
@@ -34,7 +36,9 @@ def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(fails, tmp_p
 
 
 def test_json_has_null_for_what_is_not_finite(tmp_path):
-    write_json(tmp_path / "a.json", {"a": [1.5, float("nan"), (float("inf"), 1)]}, indent=None)
+    write_json(
+        tmp_path / "a.json", {"a": [1.5, float("nan"), (float("inf"), 1)]}, indent=None
+    )
     assert (tmp_path / "a.json").read_text() == '{"a": [1.5, null, [null, 1]]}\n'
 
 
@@ -44,5 +48,7 @@ def test_what_is_set_aside_keeps_its_name_with_a_number(tmp_path):
         (tmp_path / "runs" / text).touch()
         set_aside(tmp_path / "runs")
     set_aside(tmp_path / "runs")
-    found = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/*"))
+    found = sorted(
+        path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/*")
+    )
     assert found == ["runs.1/first", "runs.2/second"]

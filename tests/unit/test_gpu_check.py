@@ -1,4 +1,5 @@
-"""megatron-2bw gpu-check: what it does with rows that fail, hang or are skipped; ranks that share a GPU."""
+"""megatron-2bw gpu-check: what it does with rows that fail, hang or are skipped; ranks
+that share a GPU."""
 
 from __future__ import annotations
 
@@ -31,14 +32,31 @@ def test_a_row_that_fails_is_named_and_the_others_run(tmp_path, capsys):
     def breaks(check):
         raise ZeroDivisionError("of what\nnobody knows")
 
-    each = [row(fails), row(breaks, "two"), row(lambda check: {}, "three", needs=("cuda",))]
-    status, found = go(tmp_path / "new" / "r.json", *each, row(lambda check: {"share": 0.25}, "4"))
+    each = [
+        row(fails),
+        row(breaks, "two"),
+        row(lambda check: {}, "three", needs=("cuda",)),
+    ]
+    status, found = go(
+        tmp_path / "new" / "r.json", *each, row(lambda check: {"share": 0.25}, "4")
+    )
     assert status == 1
-    assert [entry["result"] for entry in found.values()] == [FAILED, FAILED, SKIPPED, OK]
+    assert [entry["result"] for entry in found.values()] == [
+        FAILED,
+        FAILED,
+        SKIPPED,
+        OK,
+    ]
     assert found["one"]["why"] == "weights differ by 1.0e-03"
-    assert found["two"]["why"] == "ZeroDivisionError: of what" and "nobody knows" in found["two"]["log"]
+    assert (
+        found["two"]["why"] == "ZeroDivisionError: of what"
+        and "nobody knows" in found["two"]["log"]
+    )
     shown = capsys.readouterr().out
-    assert "three  skipped  needs a GPU" in shown and "1 ok, 2 FAILED, 0 hangs, 1 skipped" in shown
+    assert (
+        "three  skipped  needs a GPU" in shown
+        and "1 ok, 2 FAILED, 0 hangs, 1 skipped" in shown
+    )
     assert go(tmp_path / "r.json", row(lambda check: {}))[0] == 0
 
 
@@ -48,11 +66,24 @@ def run_of(*losses: float, weight: float = 1.0) -> list[Observed]:
 
 def test_what_counts_as_a_difference():
     same = run_of(1.0, 2.0)
-    assert rows.compared(same, run_of(1.0, 2.0)) == {"iterations": 2, "differences": 0.0}
-    for other in (run_of(1.0, 2.0000002), run_of(1.0, 2.0, weight=1.0001), run_of(1.0, float("nan")), run_of()):
+    assert rows.compared(same, run_of(1.0, 2.0)) == {
+        "iterations": 2,
+        "differences": 0.0,
+    }
+    for other in (
+        run_of(1.0, 2.0000002),
+        run_of(1.0, 2.0, weight=1.0001),
+        run_of(1.0, float("nan")),
+        run_of(),
+    ):
         with pytest.raises(Failed):
             rows.compared(same, other)
-    assert rows.compared(same, run_of(1.0, 2.0, weight=1.01), tolerance=0.05)["differences"] > 0
+    assert (
+        rows.compared(same, run_of(1.0, 2.0, weight=1.01), tolerance=0.05)[
+            "differences"
+        ]
+        > 0
+    )
 
 
 @pytest.mark.parametrize("words", [["--row", "nothing"], ["--device", "cuda"]])
@@ -60,11 +91,15 @@ def test_wrong_words(words, capsys):
     """The machine of the tests has no GPU."""
     with pytest.raises(SystemExit) as end:
         cli.main(["gpu-check", *words])
-    assert end.value.code == 2 and f"error: {' '.join(words)}: " in capsys.readouterr().err.splitlines()[-1]
+    assert (
+        end.value.code == 2
+        and f"error: {' '.join(words)}: " in capsys.readouterr().err.splitlines()[-1]
+    )
 
 
 def test_ranks_share_gpus():
-    """Ranks on one GPU call themselves different hosts; with a GPU for each, NCCL keeps its settings."""
+    """Ranks on one GPU call themselves different hosts; with a GPU for each, NCCL keeps
+    its settings."""
     shared = [on_gpu(rank, 4, 2) for rank in range(4)]
     assert [each["LOCAL_RANK"] for each in shared] == ["0", "1", "0", "1"]
     assert len({each["NCCL_HOSTID"] for each in shared}) == 4

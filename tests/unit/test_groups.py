@@ -1,4 +1,5 @@
-"""Groups with names of their own, and groups for the step's thread: on one rank, with a stand-in for the GPU."""
+"""Groups with names of their own, and groups for the step's thread: on one rank, with a
+stand-in for the GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def waits(monkeypatch):
 
 @pytest.mark.parametrize("before", [(), ("other",), ("other", "other", "third")])
 def test_a_name_depends_on_ranks_and_purpose_alone(world, monkeypatch, before):
-    """So the two ends of a boundary agree, however many other groups each of them is in."""
+    """So the two ends of a boundary agree, however many other groups each of them is
+    in."""
     monkeypatch.setattr(groups, "_made", Counter())
     first = new_group([0], "data").group_name
     monkeypatch.setattr(groups, "_made", Counter())
@@ -50,12 +52,25 @@ def test_a_name_depends_on_ranks_and_purpose_alone(world, monkeypatch, before):
 
 
 COLLECTIVES = {
-    "all_reduce": lambda result, group: dist.all_reduce(result.copy_(torch.arange(3.0)), group=group),
-    "broadcast": lambda result, group: dist.broadcast(result.copy_(torch.arange(3.0)), src=0, group=group),
-    "all_gather": lambda result, group: dist.all_gather([result], torch.arange(3.0), group),
-    "into a tensor": lambda result, group: dist.all_gather_into_tensor(result, torch.arange(3.0), group=group),
-    "reduce_scatter": lambda result, group: dist.reduce_scatter_tensor(result, torch.arange(3.0), group=group),
-    "barrier": lambda result, group: (dist.barrier(group=group), result.copy_(torch.arange(3.0))),
+    "all_reduce": lambda result, group: dist.all_reduce(
+        result.copy_(torch.arange(3.0)), group=group
+    ),
+    "broadcast": lambda result, group: dist.broadcast(
+        result.copy_(torch.arange(3.0)), src=0, group=group
+    ),
+    "all_gather": lambda result, group: dist.all_gather(
+        [result], torch.arange(3.0), group
+    ),
+    "into a tensor": lambda result, group: dist.all_gather_into_tensor(
+        result, torch.arange(3.0), group=group
+    ),
+    "reduce_scatter": lambda result, group: dist.reduce_scatter_tensor(
+        result, torch.arange(3.0), group=group
+    ),
+    "barrier": lambda result, group: (
+        dist.barrier(group=group),
+        result.copy_(torch.arange(3.0)),
+    ),
 }
 
 
@@ -69,8 +84,12 @@ def test_every_collective_ends_with_a_wait(name, world, waits):
 
 @pytest.mark.parametrize("async_ops", [False, True])
 def test_coalesced_collectives_end_with_one_wait(world, waits, async_ops):
-    """As Megatron's bucket groups reduce; with --overlap-grad-reduce the handle is waited for later."""
-    group, tensors = StepGroup(new_group([0], "step")), [torch.arange(3.0), torch.ones(2)]
+    """As Megatron's bucket groups reduce; with --overlap-grad-reduce the handle is
+    waited for later."""
+    group, tensors = (
+        StepGroup(new_group([0], "step")),
+        [torch.arange(3.0), torch.ones(2)],
+    )
     with dist._coalescing_manager(group, async_ops=async_ops) as handle:
         for tensor in tensors:
             dist.all_reduce(tensor, group=group, async_op=async_ops)
@@ -85,13 +104,21 @@ def test_asked_for_its_ranks_it_answers_as_the_group(world):
     group = new_group([0], "step")
     step = StepGroup(group)
     assert (step.size(), step.rank(), dist.get_backend(step)) == (1, 0, "gloo")
-    assert dist.get_process_group_ranks(step) == [0] and dist.get_group_rank(step, 0) == 0
-    assert step == group and group == step and step == StepGroup(group) and hash(step) == hash(group)
+    assert (
+        dist.get_process_group_ranks(step) == [0] and dist.get_group_rank(step, 0) == 0
+    )
+    assert (
+        step == group
+        and group == step
+        and step == StepGroup(group)
+        and hash(step) == hash(group)
+    )
     assert step != new_group([0], "step") and copy.copy(step) == step
 
 
 def test_streams_are_distinct(monkeypatch):
-    """torch gives out the 32 streams of a priority in turn; others take some of them too."""
+    """torch gives out the 32 streams of a priority in turn; others take some of them
+    too."""
     made = []
 
     class Stream:
@@ -119,6 +146,9 @@ def test_more_groups_than_streams_are_one_line(world, monkeypatch):
     assert groups.streams_warning() is None
     new_group([0], "activations")
     line = groups.streams_warning()
-    assert line.startswith("> 3 process groups of NCCL share the 2 CUDA streams") and "--two-bw-extra-warmup" in line
+    assert (
+        line.startswith("> 3 process groups of NCCL share the 2 CUDA streams")
+        and "--two-bw-extra-warmup" in line
+    )
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
     assert groups.streams_warning() is None

@@ -1,4 +1,5 @@
-"""Every name of Megatron that is touched has a row, and the installed Megatron has it as the row says."""
+"""Every name of Megatron that is touched has a row, and the installed Megatron has it
+as the row says."""
 
 from __future__ import annotations
 
@@ -21,26 +22,37 @@ def test_the_installed_megatron_has_not_drifted():
         cpu.uninstall()
 
 
-# Variables that hold no object of Megatron: this project's own, and torch's. (A parameter has both's attributes.) The
-# arguments are checked by the parser.
+# Variables that hold no object of Megatron: this project's own, and torch's. (A
+# parameter has both's attributes.) The arguments are checked by the parser.
 OTHERS = {"self.working", "self._proxies", "proxies.model", "self._stage"}
-OTHERS |= {*"self neighbours sender receiver write runtime batch torch named args".split()}
+OTHERS |= {
+    *"self neighbours sender receiver write runtime batch torch named args".split()
+}
 
 
 def touched(path: Path) -> Iterator[tuple[str, str, int]]:
-    """(object, attribute, line) of each attribute that is set, or private and read, on a foreign object."""
+    """(object, attribute, line) of each attribute that is set, or private and read, on
+    a foreign object."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute):
             private = node.attr.startswith("_") and not node.attr.startswith("__")
             if isinstance(node.ctx, (ast.Store, ast.Del)) or private:
                 yield ast.unparse(node.value), node.attr, node.lineno
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "setattr",
+            "delattr",
+        ):
             yield ast.unparse(node.args[0]), ast.unparse(node.args[1]), node.lineno
 
 
 def test_every_touched_name_of_megatron_has_a_row():
-    # "name": of `use_group`, a loop over two names that have rows; data and grad: of torch's parameters.
-    known = {name for names in megatron_names.NAMES.values() for name, _ in megatron_names.parsed(names)}
+    # "name": of `use_group`, a loop over two names that have rows; data and grad: of
+    # torch's parameters.
+    known = {
+        name
+        for names in megatron_names.NAMES.values()
+        for name, _ in megatron_names.parsed(names)
+    }
     known |= {"name", "data", "grad"}
     unguarded = [
         f"{path.name}:{line}: {owner}.{name}"

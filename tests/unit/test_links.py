@@ -1,4 +1,5 @@
-"""The pages of the repository: what they link to and name exists, and they have the size that they should have."""
+"""The pages of the repository: what they link to and name exists, and they have the
+size that they should have."""
 
 from __future__ import annotations
 
@@ -11,8 +12,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 WIDTH = 120  # of prose; tables, links and commands may be longer
-MADE = re.compile(r"(out|build|logs|checkpoints|data|my_\w+)/|\.(venv|venv/.*)$")  # by the commands of the pages
-TOP = "|".join(path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
+# by the commands of the pages
+MADE = re.compile(r"(out|build|logs|checkpoints|data|my_\w+)/|\.(venv|venv/.*)$")
+TOP = "|".join(
+    path.name
+    for path in ROOT.iterdir()
+    if path.is_dir() and not path.name.startswith(".")
+)
 
 
 def prose(text: str) -> str:
@@ -24,21 +30,37 @@ def prose(text: str) -> str:
 def anchors(page: Path) -> set[str]:
     """The fragments under which GitHub shows the page's headings."""
     titles = re.findall(r"^#+ (.+)$", prose(page.read_text()), re.M)
-    return {re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", title).lower()).replace(" ", "-") for title in titles}
+    return {
+        re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", title).lower()).replace(
+            " ", "-"
+        )
+        for title in titles
+    }
 
 
 def links(page: Path) -> list[str]:
     """Relative targets of the page's links and pictures."""
     text = page.read_text()
-    targets = re.findall(r"\]\(([^)\s]+)\)", prose(text)) + re.findall(r'(?:src|href)="([^"]+)"', text)
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose(text)) + re.findall(
+        r'(?:src|href)="([^"]+)"', text
+    )
     return [target for target in targets if not re.match(r"\w+:", target)]
 
 
 def named_paths(page: Path) -> set[str]:
-    """The files and folders of the repository that `code` names, test functions' files among them."""
-    words = [word for code in re.findall(r"`([^`\n]+)`", prose(page.read_text())) for word in code.split()]
+    """The files and folders of the repository that `code` names, test functions' files
+    among them."""
+    words = [
+        word
+        for code in re.findall(r"`([^`\n]+)`", prose(page.read_text()))
+        for word in code.split()
+    ]
     paths = {word.split("::")[0].rstrip(",;:.") for word in words}
-    return {path for path in paths if re.match(rf"({TOP})/[\w.*/-]*$", path) and not MADE.match(path)}
+    return {
+        path
+        for path in paths
+        if re.match(rf"({TOP})/[\w.*/-]*$", path) and not MADE.match(path)
+    }
 
 
 def exists(path: str) -> bool:
@@ -51,7 +73,9 @@ def test_links_and_names(page):
     for target in links(page):
         path, _, fragment = target.partition("#")
         other = (page.parent / path).resolve() if path else page
-        if not other.exists() or (fragment and other.suffix == ".md" and fragment not in anchors(other)):
+        if not other.exists() or (
+            fragment and other.suffix == ".md" and fragment not in anchors(other)
+        ):
             missing.append(target)
     missing += [path for path in named_paths(page) if not exists(path)]
     assert not missing
@@ -61,7 +85,11 @@ def test_links_and_names(page):
 def test_prose_is_no_wider_than_the_code(page):
     if page.name != "flags.md" and page.parent.name != "planner":  # written by programs
         lines = prose(page.read_text()).splitlines()
-        assert [line for line in lines if len(line) > WIDTH and not re.match(r"\||!\[|\(?`|<", line)] == []
+        assert [
+            line
+            for line in lines
+            if len(line) > WIDTH and not re.match(r"\||!\[|\(?`|<", line)
+        ] == []
 
 
 def test_the_readme_is_short():
@@ -74,11 +102,25 @@ def test_the_notes_that_code_cites_exist():
         for path in (ROOT / "megatron_2bw").rglob("*.py")
         for note in re.findall(r"\[Note:\s([^\]]+)\]", path.read_text())
     }
-    notes = re.findall(r"^### \[Note: (.+)\]$", (ROOT / "docs" / "design.md").read_text(), re.M)
+    notes = re.findall(
+        r"^### \[Note: (.+)\]$", (ROOT / "docs" / "design.md").read_text(), re.M
+    )
     assert len(notes) == 4 and cited <= set(notes)
 
 
 def test_make_test_proves_each_claim():
     """Of each file of tests/distributed that a claim names, `make test` runs a test."""
-    files = {path for path in named_paths(ROOT / "docs" / "claims.md") if path.startswith("tests/distributed/")}
-    assert len(files) > 10 and [path for path in files if "@pytest.mark.proof" not in (ROOT / path).read_text()] == []
+    files = {
+        path
+        for path in named_paths(ROOT / "docs" / "claims.md")
+        if path.startswith("tests/distributed/")
+    }
+    assert (
+        len(files) > 10
+        and [
+            path
+            for path in files
+            if "@pytest.mark.proof" not in (ROOT / path).read_text()
+        ]
+        == []
+    )

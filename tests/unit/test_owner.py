@@ -1,4 +1,5 @@
-"""One run owns a folder of checkpoints: a second one is refused, a dead one's claim is free."""
+"""One run owns a folder of checkpoints: a second one is refused, a dead one's claim is
+free."""
 
 from __future__ import annotations
 
@@ -11,14 +12,20 @@ import pytest
 from megatron_2bw.checkpoints import owner
 from megatron_2bw.errors import UserError
 
-HOLD = "import sys, time; from megatron_2bw.checkpoints import owner; owner.hold(sys.argv[1]); print(flush=True)"
+HOLD = (
+    "import sys, time; from megatron_2bw.checkpoints import owner; "
+    "owner.hold(sys.argv[1]); print(flush=True)"
+)
 
 
 @pytest.fixture
 def other(tmp_path):
-    """Another process, which holds the folder, and a child of it, which lives longer."""
+    """Another process, which holds the folder, and a child of it, which lives
+    longer."""
     child = "; import os; os.fork() or os.setsid(); time.sleep(20)"
-    process = subprocess.Popen([sys.executable, "-c", HOLD + child, tmp_path], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD + child, tmp_path], stdout=subprocess.PIPE
+    )
     process.stdout.readline()
     yield process
     process.kill()
@@ -33,7 +40,10 @@ def test_a_second_run_is_refused_while_the_first_lives(other, tmp_path):
     link = tmp_path.with_name("link")
     link.symlink_to(tmp_path)
     for folder in (tmp_path, link):
-        with pytest.raises(UserError, match=rf"--save {folder}: the run of process {other.pid} on .* saves there"):
+        with pytest.raises(
+            UserError,
+            match=rf"--save {folder}: the run of process {other.pid} on .* saves there",
+        ):
             owner.hold(folder)
     other.kill()
     other.wait()
@@ -44,9 +54,13 @@ def test_a_second_run_is_refused_while_the_first_lives(other, tmp_path):
 
 def test_the_claim_of_a_host_that_is_gone_is_waited_for(tmp_path, monkeypatch):
     """The server of the folder drops the lock after a while."""
-    (tmp_path / owner.OWNER).write_text("the run of process 1 on elsewhere (since 2026)")
+    (tmp_path / owner.OWNER).write_text(
+        "the run of process 1 on elsewhere (since 2026)"
+    )
     waits: list[float] = []
-    monkeypatch.setattr(owner.FileLock, "acquire", lambda self, timeout: waits.append(timeout))
+    monkeypatch.setattr(
+        owner.FileLock, "acquire", lambda self, timeout: waits.append(timeout)
+    )
     owner.hold(tmp_path)
     assert waits == [owner.LEASE]
 

@@ -33,7 +33,8 @@ class Numbers:
     ],
 )
 def test_posted_receives(prefetch, depth, carried_over, posted):
-    """After four messages are announced, and after each one that is received; the next iteration takes the others."""
+    """After four messages are announced, and after each one that is received; the next
+    iteration takes the others."""
     channel = Numbers()
     receiver = Receiver(channel)
     receiver.prefetch, receiver.prefetch_depth = prefetch, depth
@@ -49,7 +50,8 @@ def test_posted_receives(prefetch, depth, carried_over, posted):
 
 
 def test_what_depends_on_the_pending_step_is_held_back():
-    """Of six messages two are left from before, and two are sent before the neighbour's step."""
+    """Of six messages two are left from before, and two are sent before the neighbour's
+    step."""
     channel, steps = Numbers(), [True]
     receiver = Receiver(channel)
     receiver.prefetch_depth = 6
@@ -59,13 +61,19 @@ def test_what_depends_on_the_pending_step_is_held_back():
     receiver.hold_back(2, lambda: steps[-1])
     receiver.announce(4, lambda: torch.empty(1))
     assert channel.posted == 4
-    assert [receiver.receive().item() for _ in range(4)] == [0, 1, 2, 3] and channel.posted == 4
+    assert [receiver.receive().item() for _ in range(4)] == [
+        0,
+        1,
+        2,
+        3,
+    ] and channel.posted == 4
     with pytest.raises(AssertionError, match="depends on this stage's step"):
         receiver.receive()
     steps.append(False)
     receiver.post_early()
     assert channel.posted == 6
-    steps.append(True)  # another step: what is posted stays, what is announced later is counted anew
+    # another step: what is posted stays, what is announced later is counted anew
+    steps.append(True)
     assert receiver.receive().item() == 4
     receiver.hold_back(1, lambda: steps[-1])
     receiver.announce(3, lambda: torch.empty(1))
@@ -93,7 +101,11 @@ def test_a_sender_waits_for_the_oldest_message_beyond_its_limit():
     for number in range(4):
         sender.send(torch.full((2, 3), float(number)).t())
         assert channel.sent == list(range(number - 1))
-    assert [tensor[0, 0].item() for tensor, _ in sender._pending] == [2, 3], "kept until they are sent"
-    assert all(tensor.is_contiguous() and tensor.shape == (3, 2) for tensor in channel.tensors)
+    assert [tensor[0, 0].item() for tensor, _ in sender._pending] == [2, 3], (
+        "kept until they are sent"
+    )
+    assert all(
+        tensor.is_contiguous() and tensor.shape == (3, 2) for tensor in channel.tensors
+    )
     Neighbours(gradients_out=sender).flush()
     assert channel.sent == [0, 1, 2, 3]

@@ -1,4 +1,5 @@
-"""The paper's figures: the data file, the rows of the report, the command line. Nothing is trained."""
+"""The paper's figures: the data file, the rows of the report, the command line. Nothing
+is trained."""
 
 from __future__ import annotations
 
@@ -19,16 +20,29 @@ TRAINED = [name for name, figure in PAPER["figures"].items() if "runs" in figure
 
 
 def test_the_data_has_every_figure_and_table():
-    assert set(PAPER["figures"]) == {*map(str, range(1, 12)), "table1", "table2", "text"}
+    assert set(PAPER["figures"]) == {
+        *map(str, range(1, 12)),
+        "table1",
+        "table2",
+        "text",
+    }
     assert set(TRAINED) == {"5", "6", "7", "8", "9", "10", "table1"}
     for figure, spec in PAPER["figures"].items():
         assert spec["title"] and spec["claims"], figure
         for claim in spec["claims"]:
-            assert len([kind for kind in ("ratio", "fit", "id") if kind in claim]) == 1, claim
+            assert (
+                len([kind for kind in ("ratio", "fit", "id") if kind in claim]) == 1
+            ), claim
             assert claim["source"] and str(claim["paper"]), claim
             check = getattr(paper_figures, claim.get("id", "").replace("-", "_"), None)
-            assert spec.get("decides") == "measurement" or "id" not in claim or callable(check)
-            assert not set(claim.get("panels", ())) - {panel.figure for panel in panels(figure)}
+            assert (
+                spec.get("decides") == "measurement"
+                or "id" not in claim
+                or callable(check)
+            )
+            assert not set(claim.get("panels", ())) - {
+                panel.figure for panel in panels(figure)
+            }
 
 
 @pytest.mark.parametrize("figure", TRAINED)
@@ -38,7 +52,10 @@ def test_every_run_is_legal_and_has_a_name_of_its_own(figure):
     for run in runs:
         plan, model, shape = run.plan, PRESETS[run.panel.model], dict(run.panel.shape)
         assert (plan.gpus, plan.global_batch) == (run.panel.gpus, run.batch), run.name
-        assert model.layers % plan.depth == 0 and shape.get("heads", model.heads) % plan.tensor == 0
+        assert (
+            model.layers % plan.depth == 0
+            and shape.get("heads", model.heads) % plan.tensor == 0
+        )
         assert plan.schedule != "2bw" or plan.microbatches >= plan.depth
 
 
@@ -62,9 +79,14 @@ RATIO = {"paper": 2.0, "ratio": ["PipeDream-2BW", "GPipe"], "panels": ["6a"]}
         ("at most 1.33", [(64, 13.4, 10.0)], "6a 1.34", False),
     ],
 )
-def test_the_largest_ratio_is_compared_with_the_papers_value(paper, speeds, predicted, holds):
+def test_the_largest_ratio_is_compared_with_the_papers_value(
+    paper, speeds, predicted, holds
+):
     row = Claim("says", "source", "2")
-    pairs = [(at("PipeDream-2BW", batch, one), at("GPipe", batch, two)) for batch, one, two in speeds]
+    pairs = [
+        (at("PipeDream-2BW", batch, one), at("GPipe", batch, two))
+        for batch, one, two in speeds
+    ]
     judge_ratio({**RATIO, "paper": paper}, row, list(itertools.chain(*pairs)))
     assert row.predicted == predicted and row.holds is holds
 
@@ -85,22 +107,34 @@ def test_a_planted_fault_turns_the_verdict_that_it_must(tmp_path, monkeypatch):
     """In the lists, in a constant of the cost model, and in a measurement."""
     lists = [row.holds for row in judged("2", tmp_path).values()]
     monkeypatch.setitem(SCHEDULES, "2bw", Older())
-    assert lists == [True] * 3 and [row.holds for row in judged("2", tmp_path).values()] == [False, True, False]
+    assert lists == [True] * 3 and [
+        row.holds for row in judged("2", tmp_path).values()
+    ] == [False, True, False]
 
-    monkeypatch.setitem(PAPER["figures"]["8"], "claims", PAPER["figures"]["8"]["claims"][:2])
+    monkeypatch.setitem(
+        PAPER["figures"]["8"], "claims", PAPER["figures"]["8"]["claims"][:2]
+    )
     first, other = judged("8", tmp_path).values()
-    assert first.holds and [turn.split(":")[0] for turn in first.turns] == ["no reserve"]  # 15.15 GiB fit then
+    # 15.15 GiB fit then
+    assert first.holds and [turn.split(":")[0] for turn in first.turns] == [
+        "no reserve"
+    ]
     assert other.holds and other.turns == []
     large = paper_data.named_cluster("p3dn.24xlarge")
     monkeypatch.setattr(paper_data, "named_cluster", lambda name: large)
     assert [row.holds for row in judged("8", tmp_path).values()] == [False, True]
 
-    losses, (say, *_) = (paper.ROOT / PAPER["convergence"]["gpt"]).read_text(), judged("5", tmp_path)
+    losses, (say, *_) = (
+        (paper.ROOT / PAPER["convergence"]["gpt"]).read_text(),
+        judged("5", tmp_path),
+    )
     content = json.loads(losses)
     for entry in content["summary"]:
         if entry["variant"] == "2bw":
             own = entry["validation_loss"]["by_seed"]
-            entry["validation_loss"]["by_seed"] = {seed: loss + 0.1 for seed, loss in own.items()}
+            entry["validation_loss"]["by_seed"] = {
+                seed: loss + 0.1 for seed, loss in own.items()
+            }
     (tmp_path / "worse.json").write_text(json.dumps(content))
     before = judged("5", tmp_path)[say].holds
     monkeypatch.setitem(PAPER["convergence"], "gpt", tmp_path / "worse.json")
@@ -109,28 +143,58 @@ def test_a_planted_fault_turns_the_verdict_that_it_must(tmp_path, monkeypatch):
 
 def test_a_bar_is_the_fastest_microbatch_that_fits():
     own = [panel for panel in panels("6") if panel.figure == "6a"]
-    found = {(point.series, point.x): point for point in paper_figures.points("6", own, {})}
+    found = {
+        (point.series, point.x): point for point in paper_figures.points("6", own, {})
+    }
     assert set(found) == set(itertools.product(SYSTEMS, (64, 256)))
     best = found["PipeDream-2BW", 64]
-    assert best.plan.endswith("b8") and isinstance(best.predicted, float) and best.gib < best.room
+    assert (
+        best.plan.endswith("b8")
+        and isinstance(best.predicted, float)
+        and best.gib < best.room
+    )
     names = [run.name for run in grid(own, ["PipeDream-2BW"]) if run.batch == 64]
-    speeds = {name: {"samples_per_second": float(place)} for place, name in enumerate(names, 1)}
-    again = {(point.series, point.x): point for point in paper_figures.points("6", own, speeds)}
-    assert again["PipeDream-2BW", 64].measured == len(names) and again["GPipe", 64].measured == ""
+    speeds = {
+        name: {"samples_per_second": float(place)}
+        for place, name in enumerate(names, 1)
+    }
+    again = {
+        (point.series, point.x): point
+        for point in paper_figures.points("6", own, speeds)
+    }
+    assert (
+        again["PipeDream-2BW", 64].measured == len(names)
+        and again["GPipe", 64].measured == ""
+    )
 
 
 def test_figure_11_has_the_largest_model_and_jobs_around_it():
-    found = {(point.series, point.x): point for point in paper_figures.largest_models({})}
-    sizes = [found["2 gradient slots", depth].predicted for depth in PAPER["figures"]["11"]["depths"]]
-    assert sizes == sorted(sizes) and found["1 gradient slot", 64].predicted >= sizes[-1] > 20
+    found = {
+        (point.series, point.x): point for point in paper_figures.largest_models({})
+    }
+    sizes = [
+        found["2 gradient slots", depth].predicted
+        for depth in PAPER["figures"]["11"]["depths"]
+    ]
+    assert (
+        sizes == sorted(sizes)
+        and found["1 gradient slot", 64].predicted >= sizes[-1] > 20
+    )
     fits = {}
     for run in grid(paper_figures.largest_panels()):
         shape = dict(run.panel.shape)
         assert shape["layers"] % run.plan.depth == 0 and run.plan.gpus == 64
         fits.setdefault(run.plan.depth, []).append(run.cost.fits(run.plan))
     assert set(map(tuple, fits.values())) == {(True, False)}
-    rows = [run.row() | {"status": "completed"} for run in grid(paper_figures.largest_panels()[:1])]
-    (point, *_) = [p for p in paper_figures.largest_models({"a": rows[0]}) if p.series == "2 gradient slots"]
+    rows = [
+        run.row() | {"status": "completed"}
+        for run in grid(paper_figures.largest_panels()[:1])
+    ]
+    (point, *_) = [
+        p
+        for p in paper_figures.largest_models({"a": rows[0]})
+        if p.series == "2 gradient slots"
+    ]
     assert point.measured == pytest.approx(point.predicted, rel=1e-12)
 
 
@@ -140,8 +204,13 @@ def call(monkeypatch, *words: object) -> int:
 
 
 @pytest.mark.parametrize("figure", ["2", "4", "5", "8", "9", "10", "table2"])
-def test_the_page_in_docs_is_what_the_command_writes(figure, tmp_path, monkeypatch, capsys):
-    assert call(monkeypatch, "--figure", figure, "--skip-measurements", "--out", tmp_path) == 0
+def test_the_page_in_docs_is_what_the_command_writes(
+    figure, tmp_path, monkeypatch, capsys
+):
+    assert (
+        call(monkeypatch, "--figure", figure, "--skip-measurements", "--out", tmp_path)
+        == 0
+    )
     report = (paper.ROOT / "docs" / "paper" / "report.md").read_text()
     again = "run: python scripts/paper.py --skip-measurements --out docs/paper"
     page = (tmp_path / f"figure{figure}.md").read_text()
@@ -149,5 +218,12 @@ def test_the_page_in_docs_is_what_the_command_writes(figure, tmp_path, monkeypat
     assert all(claim["says"] in page for claim in PAPER["figures"][figure]["claims"])
     with open(tmp_path / f"figure{figure}.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert rows and (f"(figure{figure}.png)" in page) == (tmp_path / f"figure{figure}.png").exists()
-    assert not (tmp_path / "report.md").exists() and "claims hold" in capsys.readouterr().out
+    assert (
+        rows
+        and (f"(figure{figure}.png)" in page)
+        == (tmp_path / f"figure{figure}.png").exists()
+    )
+    assert (
+        not (tmp_path / "report.md").exists()
+        and "claims hold" in capsys.readouterr().out
+    )

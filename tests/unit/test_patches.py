@@ -1,4 +1,5 @@
-"""Rebinding Megatron: complete or not at all, and one line when Megatron has drifted."""
+"""Rebinding Megatron: complete or not at all, and one line when Megatron has
+drifted."""
 
 from __future__ import annotations
 
@@ -36,7 +37,12 @@ def test_apply_and_undo(runtime):
     from megatron.training import training
 
     before = training.get_forward_backward_func, training.initialize_megatron
-    rows = (patches.repairs(), patches.for_cpu(), patches.for_schedule(runtime), patches.for_checkpoints(runtime))
+    rows = (
+        patches.repairs(),
+        patches.for_cpu(),
+        patches.for_schedule(runtime),
+        patches.for_checkpoints(runtime),
+    )
     late = (patches.for_log(runtime), patches.for_late_step(runtime))
     undo = guard.apply([row for some in (*rows, *late) for row in some])
     assert training.get_forward_backward_func()() == "ours"
@@ -48,7 +54,11 @@ def test_apply_and_undo(runtime):
 @pytest.mark.parametrize(
     "name, parameters, line",
     [
-        ("get_forward_backward_func", "a", "takes (pp_size, vp_size, schedule_pg_collection), expected (a)"),
+        (
+            "get_forward_backward_func",
+            "a",
+            "takes (pp_size, vp_size, schedule_pg_collection), expected (a)",
+        ),
         ("gone", "", "megatron.training.training.gone is missing"),
     ],
 )
@@ -56,7 +66,13 @@ def test_drift_is_one_line_and_nothing_is_rebound(name, parameters, line):
     from megatron.training import training
 
     before = training.initialize_megatron
-    drifted = guard.Patch("megatron.training.training", name, parameters, "test", lambda original: original)
+    drifted = guard.Patch(
+        "megatron.training.training",
+        name,
+        parameters,
+        "test",
+        lambda original: original,
+    )
     with pytest.raises(guard.DriftError) as error:
         guard.apply([*patches.for_cpu(), drifted])
     assert line in str(error.value) and "\n" not in str(error.value)
@@ -68,7 +84,10 @@ def test_another_version_is_refused(monkeypatch):
     import megatron.core.package_info
 
     monkeypatch.setattr(megatron.core.package_info, "VERSION", (0, 21, 0))
-    with pytest.raises(guard.DriftError, match="megatron-core 0.21.0 is installed, megatron_2bw needs 0.19"):
+    with pytest.raises(
+        guard.DriftError,
+        match="megatron-core 0.21.0 is installed, megatron_2bw needs 0.19",
+    ):
         guard.apply([])
 
 
@@ -77,7 +96,9 @@ def test_ranks_are_not_asked_to_exit_until_one_wants_to_exit(runtime):
     seen = []
 
     def flags():
-        seen.append((runtime.args.exit_signal_handler, runtime.args.exit_duration_in_mins))
+        seen.append(
+            (runtime.args.exit_signal_handler, runtime.args.exit_duration_in_mins)
+        )
 
     save = runtime.save(flags)
 
@@ -90,23 +111,33 @@ def test_ranks_are_not_asked_to_exit_until_one_wants_to_exit(runtime):
     with pytest.raises(RuntimeError):
         runtime.decide_exit(decide)()
     save()
-    assert seen == [(False, None), (True, 5), (False, None), (True, 5)] and runtime.finished == 2
+    assert (
+        seen == [(False, None), (True, 5), (False, None), (True, 5)]
+        and runtime.finished == 2
+    )
     runtime.exit_requested = True
     runtime.decide_exit(flags)()
     assert seen[4:] == [(True, 5)]
-    assert runtime.decide_exit(lambda: True)() is True and runtime.finished == 3, "a run that leaves finishes its step"
+    assert runtime.decide_exit(lambda: True)() is True and runtime.finished == 3, (
+        "a run that leaves finishes its step"
+    )
 
 
 def test_a_patched_checkout_leaves_megatrons_own_schedule_alone(monkeypatch):
-    """What this project's entry script or schedules cannot do is refused there only when a schedule is asked for."""
+    """What this project's entry script or schedules cannot do is refused there only
+    when a schedule is asked for."""
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron_2bw import native
     from megatron_2bw.start import exits
 
     stopped = []
-    monkeypatch.setattr(exits, "stop", lambda message: stopped.append(message) or sys.exit(2))
-    parser = native.add_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    monkeypatch.setattr(
+        exits, "stop", lambda message: stopped.append(message) or sys.exit(2)
+    )
+    parser = native.add_flags(
+        add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    )
     flags = "--fp8-format hybrid --distributed-backend gloo --transformer-impl local"
     args = parser.parse_args(flags.split())
     args.world_size = 1

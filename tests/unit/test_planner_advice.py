@@ -1,4 +1,5 @@
-"""The order of advice: exact and simple plans before delayed and complicated ones of equal speed."""
+"""The order of advice: exact and simple plans before delayed and complicated ones of
+equal speed."""
 
 from __future__ import annotations
 
@@ -15,11 +16,15 @@ LATE = replace(FLUSH, schedule="2bw")
 
 
 class Found:
-    """A search whose plans are given, in order of time, with a further search for the exact ones."""
+    """A search whose plans are given, in order of time, with a further search for the
+    exact ones."""
 
     def __init__(self, *pairs, error=0.2):
         device = replace(cluster.GPUS["V100-16GB"], error=error)
-        self.cost = Cost(model.preset("gpt-355m"), replace(cluster.preset("p3.16xlarge", 1), device=device))
+        self.cost = Cost(
+            model.preset("gpt-355m"),
+            replace(cluster.preset("p3.16xlarge", 1), device=device),
+        )
         self.space, self.pairs = Space(16, schedules=("2bw",)), pairs
 
     def __iter__(self):
@@ -37,8 +42,14 @@ def test_a_delayed_schedule_must_win_by_more_than_the_error_and_its_cost():
     assert first((1.0, LATE), (limit - 1e-6, FLUSH)) == (FLUSH, 2)
     # The exact plan alone is now beyond the tie; the delayed one is alone within.
     assert first((1.0, LATE), (limit + 1e-6, FLUSH)) == (LATE, 1)
-    assert first((1.0, LATE), ((1 + DELAY) * 1.03 - 1e-6, FLUSH), error=0.03) == (FLUSH, 2)
-    assert first((1.0, LATE), ((1 + DELAY) * 1.03 + 1e-6, FLUSH), error=0.03) == (LATE, 1)
+    assert first((1.0, LATE), ((1 + DELAY) * 1.03 - 1e-6, FLUSH), error=0.03) == (
+        FLUSH,
+        2,
+    )
+    assert first((1.0, LATE), ((1 + DELAY) * 1.03 + 1e-6, FLUSH), error=0.03) == (
+        LATE,
+        1,
+    )
     assert first((1.0, FLUSH), (1.01, LATE)) == (FLUSH, 2)
 
 
@@ -56,7 +67,8 @@ def test_of_equal_plans_the_simpler_one_is_first():
     ):
         assert first((1.0, harder), (1.02, FLUSH)) == (FLUSH, 2)
         assert first((1.0, harder), (1.08, FLUSH)) == (harder, 1)
-    assert first((1.0, FLUSH), (1.01, replace(FLUSH, microbatch=2)))[0] is FLUSH  # else the faster one
+    # else the faster one
+    assert first((1.0, FLUSH), (1.01, replace(FLUSH, microbatch=2)))[0] is FLUSH
 
 
 def test_nothing_is_recommended_where_nothing_fits():

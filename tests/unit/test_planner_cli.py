@@ -1,4 +1,5 @@
-"""megatron-2bw plan in this process: what it prints and writes, and one line with status 2 for what is wrong."""
+"""megatron-2bw plan in this process: what it prints and writes, and one line with
+status 2 for what is wrong."""
 
 from __future__ import annotations
 
@@ -27,12 +28,27 @@ DESCRIBED = {
     "name": "my cluster",
     "servers": 2,
     "gpus_per_server": 4,
-    "gpu": {"name": "mine", "memory_gib": 40, "tflops": 100, "memory_gb_s": 1000, "bf16": False, "units": 64},
+    "gpu": {
+        "name": "mine",
+        "memory_gib": 40,
+        "tflops": 100,
+        "memory_gb_s": 1000,
+        "bf16": False,
+        "units": 64,
+    },
     "inside": {"gb_s": 100, "latency_us": 5},
     "between": {"gb_s": 10, "latency_us": 20, "rails": 4},
 }
-PROFILE = replace(MEASURED, blocks=(BlockTime(1, 1e-3, 2e-3),), output=(BlockTime(1, 1e-3, 2e-3),), inside=None)
-PROFILED = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 100"
+PROFILE = replace(
+    MEASURED,
+    blocks=(BlockTime(1, 1e-3, 2e-3),),
+    output=(BlockTime(1, 1e-3, 2e-3),),
+    inside=None,
+)
+PROFILED = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--vocab-size 100"
+)
 
 
 @dataclass
@@ -50,14 +66,22 @@ def call(capsys):
 
     def run(*words: str | Path) -> Ended:
         capsys.readouterr()
-        argv = [part for word in words for part in ([str(word)] if isinstance(word, Path) else word.split())]
+        argv = [
+            part
+            for word in words
+            for part in ([str(word)] if isinstance(word, Path) else word.split())
+        ]
         try:
             status = main(argv)
         except SystemExit as end:  # argparse's
             status = end.code
         out, errors = capsys.readouterr()
         progress = ("searching the plans of ", "wrote ")
-        return Ended(status, out, [line for line in errors.splitlines() if not line.startswith(progress)])
+        return Ended(
+            status,
+            out,
+            [line for line in errors.splitlines() if not line.startswith(progress)],
+        )
 
     return run
 
@@ -79,7 +103,9 @@ def write(tmp_path):
 
     def made(content, name: str = "cluster.yaml") -> Path:
         path = tmp_path / name
-        path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+        path.write_text(
+            content if isinstance(content, str) else yaml.safe_dump(content)
+        )
         return path
 
     return made
@@ -92,22 +118,38 @@ def refused(ended: Ended, *words: str, command: str = "") -> None:
     assert all(word in ended.errors[0] for word in words), ended.errors[0]
 
 
-# --- plans -----------------------------------------------------------------------------------------------------------
+# --- plans
+# --------------------------------------------------------------------------------------
 
 
 def test_a_plan_is_printed_and_files_that_are_asked_for_appear(call, tmp_path):
-    paths = {name: tmp_path / f"plan.{name}" for name in ("json", "script", "sbatch", "report")}
-    ended = call(TINY, FOUR, "--top 3", *[word for name, path in paths.items() for word in (f"--{name}", path)])
+    paths = {
+        name: tmp_path / f"plan.{name}"
+        for name in ("json", "script", "sbatch", "report")
+    }
+    ended = call(
+        TINY,
+        FOUR,
+        "--top 3",
+        *[word for name, path in paths.items() for word in (f"--{name}", path)],
+    )
     assert ended.status == 0 and ended.errors == []
     table = ended.out.split("\n\n")[1].splitlines()
     # The three are a tie.
-    assert [line.split()[0] for line in table if re.match(r"\s*(1=|[123])\s+\S", line)][:3] == ["1="] * 3
+    assert [line.split()[0] for line in table if re.match(r"\s*(1=|[123])\s+\S", line)][
+        :3
+    ] == ["1="] * 3
     assert {*tmp_path.iterdir()} == {*paths.values()}
     written = json.loads(paths["json"].read_text())
     flags = ended.out.split("Flags of the first plan:\n")[1].split()
-    assert flags == [*written["run"]["model"], *written["plans"][0]["flags"]] and len(written["plans"]) == 3
+    assert (
+        flags == [*written["run"]["model"], *written["plans"][0]["flags"]]
+        and len(written["plans"]) == 3
+    )
     assert written["model"]["layers"] == 4
-    assert "torchrun" in paths["script"].read_text() and os.access(paths["script"], os.X_OK)
+    assert "torchrun" in paths["script"].read_text() and os.access(
+        paths["script"], os.X_OK
+    )
     assert "#SBATCH" in paths["sbatch"].read_text()
     assert [path.name for path in paths["report"].iterdir()] == ["index.html"]
 
@@ -117,33 +159,58 @@ def test_a_plan_is_printed_and_files_that_are_asked_for_appear(call, tmp_path):
     [
         ("--schedules gpipe,1F1B", dict(schedule={"gpipe", "pipedream-flush"})),
         (
-            "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --micro-batch-size 2 --recompute full "
+            "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 "
+            "--micro-batch-size 2 --recompute full "
             "--no-sequence-parallel --no-uneven-stages",
-            dict(depth={2}, tensor={2}, microbatch={2}, recompute={"full"}, sequence_parallel={False}, first={0}),
+            dict(
+                depth={2},
+                tensor={2},
+                microbatch={2},
+                recompute={"full"},
+                sequence_parallel={False},
+                first={0},
+            ),
         ),
         ("--no-distributed-optimizer", dict(distributed_optimizer={False})),
         ("--schedules 2bw", dict(extrapolate={True})),
-        ("--schedules 2bw --no-extrapolate --gradient-slots 1", dict(extrapolate={False}, gradient_slots={1})),
+        (
+            "--schedules 2bw --no-extrapolate --gradient-slots 1",
+            dict(extrapolate={False}, gradient_slots={1}),
+        ),
         ("--max-global-batch-size 8 --micro-batch-size 1", dict(global_batch={8})),
     ],
 )
 def test_choices_are_kept_to(words, expected, plans):
     found = plans(TINY, FOUR, "--top 20", words)
-    assert {field: {plan[field] for plan in found} for field in expected} == expected and len(found) > 1
+    assert {
+        field: {plan[field] for plan in found} for field in expected
+    } == expected and len(found) > 1
 
 
 def test_further_choices(plans, write, tmp_path):
     gpu = DESCRIBED["gpu"] | {"bf16": True}
-    slow = {"servers": 4, "gpus_per_server": 1, "gpu": gpu, "between": {"gb_s": 0.05, "latency_us": 20}}
-    words = "--max-global-batch-size 16 --schedules 2bw --micro-batch-size 1 --pipeline-model-parallel-size 4"
+    slow = {
+        "servers": 4,
+        "gpus_per_server": 1,
+        "gpu": gpu,
+        "between": {"gb_s": 0.05, "latency_us": 20},
+    }
+    words = (
+        "--max-global-batch-size 16 --schedules 2bw --micro-batch-size 1 "
+        "--pipeline-model-parallel-size 4"
+    )
     ahead = (TINY, words, "--cluster", write(DESCRIBED | slow))
     assert any(plan["extra_warmup"] for plan in plans(*ahead))
     assert not any(plan["extra_warmup"] for plan in plans(*ahead, "--no-extra-warmup"))
 
 
 def test_gpus_stay_idle_where_fewer_are_faster(call):
-    """A batch of five fills five GPUs; six run only three samples of it, since three do not divide the layers."""
-    words = f"{TINY} --num-layers 20 --cluster p3.16xlarge --gpus-per-server 6 --max-global-batch-size 5"
+    """A batch of five fills five GPUs; six run only three samples of it, since three do
+    not divide the layers."""
+    words = (
+        f"{TINY} --num-layers 20 --cluster p3.16xlarge --gpus-per-server 6 "
+        "--max-global-batch-size 5"
+    )
     ended = call(words, "--tensor-model-parallel-size 1 --no-uneven-stages --top 1")
     assert ended.status == 0 and ended.errors[0].startswith(
         "1 of 6 GPUs stay idle: 5 are faster (--servers 1 --gpus-per-server 5)"
@@ -153,15 +220,27 @@ def test_gpus_stay_idle_where_fewer_are_faster(call):
 
 def test_plans_leave_memory_free_if_any_does(call, plans):
     words = "--model gpt-3.8b --cluster 8xa10 --max-global-batch-size 16 --top 1"
-    assert plans(words)[0]["headroom"] >= SPARE * clusters.GPUS["A10"].memory_gib * 2**30
-    tight = "--schedules 2bw --gradient-slots 2 --recompute none --micro-batch-size 2 --tensor-model-parallel-size 1"
-    words = f"{words} {tight} --pipeline-model-parallel-size 8 --no-host-optimizer --context-parallel-size 1"
+    assert (
+        plans(words)[0]["headroom"] >= SPARE * clusters.GPUS["A10"].memory_gib * 2**30
+    )
+    tight = (
+        "--schedules 2bw --gradient-slots 2 --recompute none --micro-batch-size 2 "
+        "--tensor-model-parallel-size 1"
+    )
+    words = (
+        f"{words} {tight} --pipeline-model-parallel-size 8 --no-host-optimizer "
+        "--context-parallel-size 1"
+    )
     for length, said in (
         ("784", "no plan leaves 2 % "),
         ("928", "no plan fits by the estimate; these are at most 10 % "),
     ):
         ended = call(words, "--seq-length", length)
-        assert ended.status == 0 and len(ended.errors) == 1 and ended.errors[0].startswith(said)
+        assert (
+            ended.status == 0
+            and len(ended.errors) == 1
+            and ended.errors[0].startswith(said)
+        )
     assert call(words, "--seq-length 2048").status == 1
 
 
@@ -176,34 +255,65 @@ def test_files_that_cannot_be_written(flag, call, write):
 
 def test_the_network_by_its_rate():
     """A preset has the link that its network's rate means."""
-    rates = {"25gbe": clusters.PRESETS["p3.16xlarge"].between, "8xib-hdr": clusters.PRESETS["dgx-a100-80"].between}
+    rates = {
+        "25gbe": clusters.PRESETS["p3.16xlarge"].between,
+        "8xib-hdr": clusters.PRESETS["dgx-a100-80"].between,
+    }
     for rate, expected in (rates | {"2x2.5gbit": Link(0.5, 50, 2)}).items():
         assert asdict(clusters.network(rate)) == pytest.approx(asdict(expected))
 
 
 def test_a_cluster_of_cpus_is_planned_in_32_bits(call, write):
-    host = DESCRIBED | {"servers": 1, "gpu": DESCRIBED["gpu"] | {"name": "cpu", "bf16": True}}
+    host = DESCRIBED | {
+        "servers": 1,
+        "gpu": DESCRIBED["gpu"] | {"name": "cpu", "bf16": True},
+    }
     words = (TINY, "--max-global-batch-size 16 --top 1 --cluster", write(host))
     ended = call(*words)
-    assert ended.status == 0 and "fp32, sequences of 128" in ended.out and "--bf16" not in ended.out
+    assert (
+        ended.status == 0
+        and "fp32, sequences of 128" in ended.out
+        and "--bf16" not in ended.out
+    )
     assert "--bf16" in call(*words, "--precision bf16").out
 
 
 def test_a_sequence_that_does_not_fit_is_named_with_one_that_fits(call):
-    where = "--model llama-8b --cluster dgx-a100-40 --max-global-batch-size 8 --tensor-model-parallel-size 8"
+    where = (
+        "--model llama-8b --cluster dgx-a100-40 --max-global-batch-size 8 "
+        "--tensor-model-parallel-size 8"
+    )
     words = f"{where} --schedules 2bw --seq-length"
     ended = call(words, "131072")
-    assert ended.status == 1 and ended.errors == [] and "Nothing fits with --seq-length 131072. " in ended.out
+    assert (
+        ended.status == 1
+        and ended.errors == []
+        and "Nothing fits with --seq-length 131072. " in ended.out
+    )
     shorter = int(re.search(r"or --seq-length (\d+), with 2bw", ended.out)[1])
-    assert shorter < 131072 and call(words, f"{shorter}").status == 0 and call(words, f"{2 * shorter}").status == 1
+    assert (
+        shorter < 131072
+        and call(words, f"{shorter}").status == 0
+        and call(words, f"{2 * shorter}").status == 1
+    )
 
 
 def test_parts_of_sequences_are_planned_on_request_and_where_nothing_else_fits(call):
-    words = "--model llama-8b --cluster hgx-h200 --max-global-batch-size 8 --tensor-model-parallel-size 1 --top 1 "
+    words = (
+        "--model llama-8b --cluster hgx-h200 --max-global-batch-size 8 "
+        "--tensor-model-parallel-size 1 --top 1 "
+    )
     words += "--pipeline-model-parallel-size 1 --schedules 2bw"
     found = call(words, "--seq-length 131072")
-    assert found.status == 0 and len(found.errors) == 1 and "without context parallelism" in found.errors[0]
-    assert re.search("--context-parallel-size [248]", found.out) and "c, e: context-" in found.out
+    assert (
+        found.status == 0
+        and len(found.errors) == 1
+        and "without context parallelism" in found.errors[0]
+    )
+    assert (
+        re.search("--context-parallel-size [248]", found.out)
+        and "c, e: context-" in found.out
+    )
     assert call(words, "--seq-length 131072 --context-parallel-size 1").status == 1
     assert "--context-parallel-size " not in call(words, "--seq-length 4096").out
     asked = call(words, "--seq-length 4096 --context-parallel-size 2")
@@ -215,16 +325,23 @@ def test_a_measured_profile(call, write, tmp_path):
     given = ("--profile", tmp_path / "profile.json")
     ended = call(PROFILED, FOUR, *given, "--top 1")
     assert ended.status == 0 and "compute: MEASURED, " in ended.out
-    assert "--bf16" not in ended.out and "--fp16" not in ended.out  # it was measured in 32 bits
-    path = write(DESCRIBED | {"profile": "profile.json"})  # beside the file that names it
+    # it was measured in 32 bits
+    assert "--bf16" not in ended.out and "--fp16" not in ended.out
+    # beside the file that names it
+    path = write(DESCRIBED | {"profile": "profile.json"})
     ended = call(PROFILED, "--max-global-batch-size 16 --top 1 --cluster", path)
     assert ended.status == 0 and "compute: MEASURED, " in ended.out
     refused(call("--model gpt-355m", FOUR, *given), "--profile", "--hidden-size", "64")
     refused(call(PROFILED, FOUR, *given, "--precision bf16"), "--precision", "fp32")
-    refused(call("--model gpt-355m", FOUR, "--profile", write("{}", "other.json")), "--profile ", "other.json")
+    refused(
+        call("--model gpt-355m", FOUR, "--profile", write("{}", "other.json")),
+        "--profile ",
+        "other.json",
+    )
 
 
-# --- bad input -------------------------------------------------------------------------------------------------------
+# --- bad input
+# --------------------------------------------------------------------------------------
 
 MODEL = "--model gpt-355m"
 P3 = "--cluster p3.16xlarge --max-global-batch-size 64"
@@ -239,7 +356,10 @@ P3 = "--cluster p3.16xlarge --max-global-batch-size 64"
         (f"{MODEL} {P3} --servers 2 --link 100", "--link"),
         (f"{MODEL} {P3} --gpus-per-server 9", "--gpus-per-server"),
         (f"{MODEL} {P3} --gradient-slots 2,3", "--gradient-slots"),
-        (f"{MODEL} {P3} --cluster 8xa10 --precision fp32 --context-parallel-size 2", "--context-parallel-size"),
+        (
+            f"{MODEL} {P3} --cluster 8xa10 --precision fp32 --context-parallel-size 2",
+            "--context-parallel-size",
+        ),
     ],
 )
 def test_bad_flags(words, flag, call):
@@ -248,13 +368,24 @@ def test_bad_flags(words, flag, call):
 
 def changed(**parts) -> dict:
     """DESCRIBED with changes: a mapping adds entries to a part, None removes it."""
-    new = {name: DESCRIBED.get(name, {}) | part if isinstance(part, dict) else part for name, part in parts.items()}
+    new = {
+        name: DESCRIBED.get(name, {}) | part if isinstance(part, dict) else part
+        for name, part in parts.items()
+    }
     return {name: part for name, part in (DESCRIBED | new).items() if part is not None}
 
 
 # Two groups of servers.
 _GROUPS = [
-    {"servers": servers, "gpu": {"name": name, "memory_gib": size, "tflops": 2 * size, "memory_gb_s": 900}}
+    {
+        "servers": servers,
+        "gpu": {
+            "name": name,
+            "memory_gib": size,
+            "tflops": 2 * size,
+            "memory_gb_s": 900,
+        },
+    }
     for servers, name, size in ((1, "fast", 24), (2, "slow", 16))
 ]
 MIXED = changed(name=None, servers=None, gpu=None) | {"groups": _GROUPS}
@@ -274,34 +405,67 @@ MIXED = changed(name=None, servers=None, gpu=None) | {"groups": _GROUPS}
 )
 def test_cluster_files_that_cannot_be_used(content, words, call, write):
     path = write(content)
-    refused(call(TINY, "--max-global-batch-size 16 --top 1 --cluster", path), f"--cluster {path}: ", words)
+    refused(
+        call(TINY, "--max-global-batch-size 16 --top 1 --cluster", path),
+        f"--cluster {path}: ",
+        words,
+    )
 
 
-# --- cluster files ---------------------------------------------------------------------------------------------------
+# --- cluster files
+# --------------------------------------------------------------------------------------
 
 
 def test_a_yaml_file_is_the_cluster_that_it_describes(write):
     assert from_yaml(write(DESCRIBED)) == Cluster(
-        "my cluster", 2, 4, Device("mine", 40, 100, 1000, bf16=False, units=64), Link(100, 5), Link(10, 20, rails=4)
+        "my cluster",
+        2,
+        4,
+        Device("mine", 40, 100, 1000, bf16=False, units=64),
+        Link(100, 5),
+        Link(10, 20, rails=4),
     )
     named = from_yaml(write(changed(name=None, gpu="H100-80GB")))
-    assert named.device == clusters.PRESETS["dgx-h100"].device and named.name.endswith("cluster.yaml")
+    assert named.device == clusters.PRESETS["dgx-h100"].device and named.name.endswith(
+        "cluster.yaml"
+    )
 
 
 @pytest.mark.parametrize(
-    "gpu, known", [("B200", "B200-180GB"), ("RTX 3090", "RTX-3090"), ("NVIDIA H100 80GB HBM3", "H100-80GB")]
+    "gpu, known",
+    [
+        ("B200", "B200-180GB"),
+        ("RTX 3090", "RTX-3090"),
+        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
+    ],
 )
 def test_a_described_gpu_of_a_known_name_has_the_rest_of_that_one(gpu, known, write):
     entries = {"name": gpu, "memory_gib": 70, "tflops": 300}
-    found, of = from_yaml(write(DESCRIBED | {"gpu": entries})).device, clusters.GPUS[known]
-    assert found == replace(of, **entries, calibration=f"{known}'s where the file gives nothing: {of.calibration}")
+    found, of = (
+        from_yaml(write(DESCRIBED | {"gpu": entries})).device,
+        clusters.GPUS[known],
+    )
+    assert found == replace(
+        of,
+        **entries,
+        calibration=f"{known}'s where the file gives nothing: {of.calibration}",
+    )
     assert from_yaml(write(DESCRIBED | {"gpu": gpu})).device == clusters.GPUS[known]
 
 
-OWN = Cluster("mine", 3, 5, Device("small", 10.5, 7, 300), Link(1.5, 2, measured=True), Link(0.1, 100.5, rails=2))
+OWN = Cluster(
+    "mine",
+    3,
+    5,
+    Device("small", 10.5, 7, 300),
+    Link(1.5, 2, measured=True),
+    Link(0.1, 100.5, rails=2),
+)
 
 
-@pytest.mark.parametrize("cluster", [*clusters.PRESETS.values(), OWN], ids=lambda cluster: cluster.name)
+@pytest.mark.parametrize(
+    "cluster", [*clusters.PRESETS.values(), OWN], ids=lambda cluster: cluster.name
+)
 def test_a_cluster_comes_back_from_its_file(cluster, tmp_path):
     to_yaml(cluster, tmp_path / "new" / "cluster.yaml")
     assert from_yaml(tmp_path / "new" / "cluster.yaml") == cluster
@@ -309,22 +473,38 @@ def test_a_cluster_comes_back_from_its_file(cluster, tmp_path):
 
 def test_servers_of_different_gpus(call, write, tmp_path):
     cluster = from_yaml(write(MIXED))
-    assert cluster.servers == 3 and [device.name for device in cluster.devices] == ["fast", "slow", "slow"]
-    assert (cluster.device.memory_gib, cluster.device.tflops, cluster.device.name) == (16, 32, "fast and slow")
-    assert cluster.part(1, 2).device == cluster.devices[0] and cluster.part(1, 2).devices == ()
+    assert cluster.servers == 3 and [device.name for device in cluster.devices] == [
+        "fast",
+        "slow",
+        "slow",
+    ]
+    assert (cluster.device.memory_gib, cluster.device.tflops, cluster.device.name) == (
+        16,
+        32,
+        "fast and slow",
+    )
+    assert (
+        cluster.part(1, 2).device == cluster.devices[0]
+        and cluster.part(1, 2).devices == ()
+    )
     to_yaml(cluster, tmp_path / "again.yaml")
     assert from_yaml(tmp_path / "again.yaml") == cluster
-    words = "--model gpt-1.3b --max-global-batch-size 24 --tensor-model-parallel-size 1 --schedules 2bw --top 1"
+    words = (
+        "--model gpt-1.3b --max-global-batch-size 24 --tensor-model-parallel-size 1 "
+        "--schedules 2bw --top 1"
+    )
     one = (words, "--pipeline-model-parallel-size 6 --cluster", write(MIXED))
     found = call(*one, "--json", tmp_path / "plan.json")
     plan = json.loads((tmp_path / "plan.json").read_text())["plans"][0]
     assert sum(plan["layers"]) == 24 and plan["layers"][1] > plan["layers"][2]
     layout = "E" + "|".join(f"t*{layers}" for layers in plan["layers"]) + "L"
-    assert f"--pipeline-model-parallel-layout '{layout}'" in found.out  # as a shell takes it
+    # as a shell takes it
+    assert f"--pipeline-model-parallel-layout '{layout}'" in found.out
     refused(call(*one, "--servers 2"), "--servers")
 
 
-# --- simulate and calibrate ------------------------------------------------------------------------------------------
+# --- simulate and calibrate
+# --------------------------------------------------------------------------------------
 
 
 def simulated(capsys, *words: str) -> list[str]:
@@ -337,9 +517,14 @@ def simulated(capsys, *words: str) -> list[str]:
 def test_a_schedule_is_drawn(capsys, tmp_path):
     lines = simulated(capsys, "--out", str(tmp_path / "timeline.png"))
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    assert lines[0] == "2bw, 4 stages, 4 microbatches a batch" and "W(v)" not in "".join(lines)
+    assert lines[
+        0
+    ] == "2bw, 4 stages, 4 microbatches a batch" and "W(v)" not in "".join(lines)
     narrow = simulated(capsys, "--columns", "40", "--versions")
-    assert "W(v)" in "".join(narrow) and max(len(line) for line in narrow if line.startswith("stage")) <= 40
+    assert (
+        "W(v)" in "".join(narrow)
+        and max(len(line) for line in narrow if line.startswith("stage")) <= 40
+    )
 
 
 @pytest.mark.parametrize("words", ["--microbatches 3", "--extra-warmup 1,1"])
@@ -353,9 +538,11 @@ def test_what_a_schedule_cannot_have_is_refused(words, capsys):
     [
         ("", "12"),  # 4 microbatches of 1 + 2, without a bubble
         ("--schedule gpipe --gpipe-round 2", "30"),  # two rounds of 2 + 3 microbatches
-        ("--schedule megatron-interleaved --virtual 2", "16.5"),  # half of the bubble of 9
+        # half of the bubble of 9
+        ("--schedule megatron-interleaved --virtual 2", "16.5"),
         ("--forward 2 --backward 2", "16"),
-        ("--microbatches 8 --transfer 0.5 --extra-warmup 0,1,0", "28"),  # of (2 3 + 2 0.5) / 2
+        # of (2 3 + 2 0.5) / 2
+        ("--microbatches 8 --transfer 0.5 --extra-warmup 0,1,0", "28"),
     ],
 )
 def test_the_time_of_an_iteration(words, seconds, capsys):
@@ -374,11 +561,21 @@ def test_calibrate_writes_a_cluster_that_plans(call, write, tmp_path):
     words = ("calibrate", runs, "--cluster dgx-a100-80")
     ended = call(*words, "--rows 2 --out", out)
     assert ended.status == 0 and ended.errors == []
-    assert ended.out.startswith("fitted to 2 of 3 runs: ") and "mean absolute error of the other 1: " in ended.out
+    assert (
+        ended.out.startswith("fitted to 2 of 3 runs: ")
+        and "mean absolute error of the other 1: " in ended.out
+    )
     fitted = from_yaml(out)
-    assert fitted.name == "dgx-a100-80, calibrated" and fitted.device.calibration == "fitted to 2 measured runs"
+    assert (
+        fitted.name == "dgx-a100-80, calibrated"
+        and fitted.device.calibration == "fitted to 2 measured runs"
+    )
     assert fitted.device != clusters.PRESETS["dgx-a100-80"].device
     assert call(TINY, "--max-global-batch-size 16 --top 1 --cluster", out).status == 0
     assert "error of the other 3" in call(*words, "--rows 0").out
-    assert re.search(r"^mean absolute error by cross-validation: [\d.]+%", call(*words, "--rows 3").out, re.MULTILINE)
+    assert re.search(
+        r"^mean absolute error by cross-validation: [\d.]+%",
+        call(*words, "--rows 3").out,
+        re.MULTILINE,
+    )
     refused(call(*words, "--rows 4"), "--rows", command=" calibrate")

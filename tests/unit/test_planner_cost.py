@@ -1,4 +1,5 @@
-"""The planner's times: places by Megatron's rank order, links and layers by hand, and the parts of an iteration."""
+"""The planner's times: places by Megatron's rank order, links and layers by hand, and
+the parts of an iteration."""
 
 from __future__ import annotations
 
@@ -14,13 +15,22 @@ from megatron_2bw.models.model import Model
 from megatron_2bw.models.plan import RECOMPUTE, Plan
 from megatron_2bw.models.profile import BlockTime, Profile
 from megatron_2bw.planner.cost.compute import FILL, Compute, Work
-from megatron_2bw.planner.cost.links import START, Group, all_reduce, all_to_all, half, layout, message
+from megatron_2bw.planner.cost.links import (
+    START,
+    Group,
+    all_reduce,
+    all_to_all,
+    half,
+    layout,
+    message,
+)
 from megatron_2bw.planner.cost.memory import LINK, PAIR
 from megatron_2bw.planner.cost.simulated import Cost
 from tests.unit.test_planner_search import SCHEDULED, planned, property_of
 
 GPT = Model("gpt", 8, 1024, 16, vocab=50304, sequence=512)
-# Round numbers: 10¹² operations and 10¹¹ bytes a second, one unit, and a host that takes no time.
+# Round numbers: 10¹² operations and 10¹¹ bytes a second, one unit, and a host that
+# takes no time.
 HOST = dict(layer_launch_us=0.0, collective_launch_us=0.0, exchange_us=0.0, step_us=0.0)
 SHARES = dict(gemm_efficiency=0.5, memory_efficiency=0.5)
 DEVICE = Device("round", 80, 2.0, 200, tflops_fp32=1.0, units=1, **SHARES, **HOST)
@@ -28,26 +38,34 @@ CLUSTER = Cluster("round", 2, 8, DEVICE, Link(100, 10), Link(25, 50))
 PLAN = Plan(1, 4, 2, 2, 8)
 
 
-# --- where ranks lie -------------------------------------------------------------------------------------------------
+# --- where ranks lie
+# --------------------------------------------------------------------------------------
 
-ORDERS = {False: "tp-cp-ep-dp-pp", True: "tp-cp-ep-pp-dp"}  # initialize.py's, and with --use-tp-pp-dp-mapping
+# initialize.py's, and with --use-tp-pp-dp-mapping
+ORDERS = {False: "tp-cp-ep-dp-pp", True: "tp-cp-ep-pp-dp"}
 
 
 @functools.cache
 def groups(
     tensor: int, depth: int, width: int, inside: bool, context: int = 1, expert: int = 1
 ) -> dict[str, list[list[int]]]:
-    """Ranks of Megatron's groups: of tensor, context, expert and data parallelism, replicas, and pipelines."""
+    """Ranks of Megatron's groups: of tensor, context, expert and data parallelism,
+    replicas, and pipelines."""
     from megatron.core.parallel_state import RankGenerator
 
-    made = RankGenerator(tp=tensor, ep=expert, dp=width, pp=depth, cp=context, order=ORDERS[inside])
+    made = RankGenerator(
+        tp=tensor, ep=expert, dp=width, pp=depth, cp=context, order=ORDERS[inside]
+    )
     return {name: made.get_ranks(name) for name in ("tp", "cp", "ep", "dp-cp", "pp")}
 
 
 def described(kind: list[list[int]], per_server: int) -> Group:
     """The group of rank 0, and how many of its kind leave one server at once."""
     places = [{rank // per_server for rank in ranks} for ranks in kind]
-    sharing = [sum(server in servers and len(servers) > 1 for servers in places) for server in set().union(*places)]
+    sharing = [
+        sum(server in servers and len(servers) > 1 for servers in places)
+        for server in set().union(*places)
+    ]
     return Group(len(kind[0]), len(places[0]), max(max(sharing), 1))
 
 
@@ -55,7 +73,10 @@ def leaving(pipelines: list[list[int]], stage: int, per_server: int) -> int:
     """Messages from `stage` to the next one that leave the same server, at most."""
     counts: dict[int, int] = {}
     for ranks in pipelines:
-        source, target = ranks[stage] // per_server, ranks[(stage + 1) % len(ranks)] // per_server
+        source, target = (
+            ranks[stage] // per_server,
+            ranks[(stage + 1) % len(ranks)] // per_server,
+        )
         if source != target:
             counts[source] = counts.get(source, 0) + 1
     return max(counts.values(), default=0)
@@ -74,19 +95,42 @@ def test_groups_and_boundaries_lie_as_in_megatrons_rank_order(inside, per_server
         made = groups(tensor, depth, width, inside, context)
         place = layout(tensor, depth, width, inside, per_server, context)
         assert place.tensor == described(made["tp"], per_server), (tensor, depth, width)
-        assert place.data == described(made["dp-cp"], per_server), (tensor, depth, width)
+        assert place.data == described(made["dp-cp"], per_server), (
+            tensor,
+            depth,
+            width,
+        )
         assert context == 1 or place.context == described(made["cp"], per_server)
         for expert in (2, 4):
             if not inside and context * width % expert == 0:
-                routed = groups(tensor, depth, context * width // expert, inside, expert=expert)
-                place = layout(tensor, depth, width, inside, per_server, context, expert)
-                kinds = described(routed["ep"], per_server), described(routed["dp-cp"], per_server)
-                assert (place.experts, place.same) == kinds, (tensor, context, depth, width, expert)
+                routed = groups(
+                    tensor, depth, context * width // expert, inside, expert=expert
+                )
+                place = layout(
+                    tensor, depth, width, inside, per_server, context, expert
+                )
+                kinds = (
+                    described(routed["ep"], per_server),
+                    described(routed["dp-cp"], per_server),
+                )
+                assert (place.experts, place.same) == kinds, (
+                    tensor,
+                    context,
+                    depth,
+                    width,
+                    expert,
+                )
         crossings = [leaving(made["pp"], stage, per_server) for stage in range(depth)]
         assert list(place.boundaries) == crossings, (tensor, depth, width)
         if depth > 1:
-            ends = described([[ranks[0], ranks[-1]] for ranks in made["pp"]], per_server)
-            assert (place.ends.size, place.ends.servers, place.ends.sharers) == (2, ends.servers, ends.sharers)
+            ends = described(
+                [[ranks[0], ranks[-1]] for ranks in made["pp"]], per_server
+            )
+            assert (place.ends.size, place.ends.servers, place.ends.sharers) == (
+                2,
+                ends.servers,
+                ends.sharers,
+            )
 
 
 @pytest.mark.parametrize("per_server", [2, 3, 6])
@@ -96,47 +140,76 @@ def test_servers_that_sizes_do_not_divide(inside, per_server):
     for tensor, depth, width in itertools.product((1, 2), (2, 3, 4, 6), (1, 2, 3)):
         if per_server % tensor:
             continue  # legality leaves tensor groups that straddle servers to the user
-        made, place = groups(tensor, depth, width, inside), layout(tensor, depth, width, inside, per_server)
-        assert list(place.boundaries) == [leaving(made["pp"], stage, per_server) for stage in range(depth)]
-        assert place.data.servers == len({rank // per_server for rank in made["dp-cp"][0]})
+        made, place = (
+            groups(tensor, depth, width, inside),
+            layout(tensor, depth, width, inside, per_server),
+        )
+        assert list(place.boundaries) == [
+            leaving(made["pp"], stage, per_server) for stage in range(depth)
+        ]
+        assert place.data.servers == len(
+            {rank // per_server for rank in made["dp-cp"][0]}
+        )
 
 
-# --- links -----------------------------------------------------------------------------------------------------------
+# --- links
+# --------------------------------------------------------------------------------------
 
 
 def test_all_reduces_by_hand():
     size = 8e9
     assert all_reduce(CLUSTER, Group(1, 1, 1), size) == 0
-    # Inside a server a ring: 2 · 7/8 of 8 GB at 100 GB/s, 14 steps of 10 µs, and the start of a collective.
+    # Inside a server a ring: 2 · 7/8 of 8 GB at 100 GB/s, 14 steps of 10 µs, and the
+    # start of a collective.
     begin = START * 1e-6
-    assert all_reduce(CLUSTER, Group(8, 1, 1), size) == pytest.approx(14 / 100 + 14 * 10e-6 + begin, rel=1e-9)
-    # One of each server: the network has it alone (25 GB/s), and a tree has 2 log₂ 4 steps of 50 µs.
-    assert all_reduce(CLUSTER, Group(4, 4, 1), size) == pytest.approx(12 / 25 + 4 * 50e-6)
-    assert all_reduce(CLUSTER, Group(4, 4, 8), size) == pytest.approx(12 / 25 * 8 + 4 * 50e-6)
+    assert all_reduce(CLUSTER, Group(8, 1, 1), size) == pytest.approx(
+        14 / 100 + 14 * 10e-6 + begin, rel=1e-9
+    )
+    # One of each server: the network has it alone (25 GB/s), and a tree has 2 log₂ 4
+    # steps of 50 µs.
+    assert all_reduce(CLUSTER, Group(4, 4, 1), size) == pytest.approx(
+        12 / 25 + 4 * 50e-6
+    )
+    assert all_reduce(CLUSTER, Group(4, 4, 8), size) == pytest.approx(
+        12 / 25 * 8 + 4 * 50e-6
+    )
     # Both: the slower link decides, the latencies add.
     latency = (14 * 10 + 2 * 50) * 1e-6 + begin
-    assert all_reduce(CLUSTER, Group(16, 2, 1), size) == pytest.approx(15 / 25 + latency)
+    assert all_reduce(CLUSTER, Group(16, 2, 1), size) == pytest.approx(
+        15 / 25 + latency
+    )
     fast = replace(CLUSTER, between=Link(1000, 50))
     assert all_reduce(fast, Group(16, 2, 1), size) == pytest.approx(15 / 100 + latency)
-    # An all-gather has half of the bytes; of the 15 steps of its ring one is between the servers.
+    # An all-gather has half of the bytes; of the 15 steps of its ring one is between
+    # the servers.
     ring = (14 * 10 + 50) * 1e-6 + begin
-    assert half(CLUSTER, Group(16, 2, 1), size) == pytest.approx(7.5 / 25 + ring, rel=1e-9)
-    shared = replace(CLUSTER, between=Link(25, 0, many_gb_s=6.4))  # over 16 servers or more; geometric before
+    assert half(CLUSTER, Group(16, 2, 1), size) == pytest.approx(
+        7.5 / 25 + ring, rel=1e-9
+    )
+    # over 16 servers or more; geometric before
+    shared = replace(CLUSTER, between=Link(25, 0, many_gb_s=6.4))
     for n, rate in ((2, 25), (4, 15.874), (16, 6.4), (64, 6.4)):
-        assert half(shared, Group(n, n, 1), size) == pytest.approx((n - 1) / n * size / rate / 1e9, rel=1e-4)
+        assert half(shared, Group(n, n, 1), size) == pytest.approx(
+            (n - 1) / n * size / rate / 1e9, rel=1e-4
+        )
     cpus = replace(CLUSTER, device=replace(DEVICE, name="cpu"))
     assert all_reduce(cpus, Group(8, 1, 1), 8) == pytest.approx(14 * 10e-6)
 
 
 def test_megatron_overlaps_all_buckets_but_one():
-    """Buckets of 40 million parameters; with more than 40 replicas of a million for each."""
-    model = Model("one layer", 1, 4096, 32, vocab=128, tied=False)  # 202 million parameters: 6 buckets
+    """Buckets of 40 million parameters; with more than 40 replicas of a million for
+    each."""
+    # 202 million parameters: 6 buckets
+    model = Model("one layer", 1, 4096, 32, vocab=128, tied=False)
     for width, buckets in ((8, 6), (128, 2)):
         cost = Cost(model, replace(CLUSTER, servers=width // 8))
         plan = Plan(1, 1, width, 1, 1, schedule="megatron", distributed_optimizer=True)
         own = cost._step(plan).reduce[0]
         whole = own + (buckets - 1) * half(CLUSTER, cost.compute.layout(plan).data, 0)
-        for hidden, shown in ((1e9, whole / buckets), (whole / 9, whole - whole / 9 * (buckets - 1) / buckets)):
+        for hidden, shown in (
+            (1e9, whole / buckets),
+            (whole / 9, whole - whole / 9 * (buckets - 1) / buckets),
+        ):
             assert cost._exposed(plan, 0, own, hidden) == pytest.approx(shown)
 
 
@@ -145,63 +218,99 @@ def test_a_ring_of_fewer_gpus_of_a_server_has_its_own_rate():
     rates = {2: 20, 3: 50, 4: 50, 5: 100, 8: 100}
     for ranks, rate in rates.items():
         seconds = 2 * (ranks - 1) / ranks * 8 / rate + START * 1e-6
-        assert all_reduce(mesh, Group(ranks, 1, 1), 8e9) == pytest.approx(seconds, rel=1e-9)
-        assert all_reduce(mesh, Group(2 * ranks, 2, 1), 1) < all_reduce(CLUSTER, Group(2 * ranks, 2, 1), 1)
+        assert all_reduce(mesh, Group(ranks, 1, 1), 8e9) == pytest.approx(
+            seconds, rel=1e-9
+        )
+        assert all_reduce(mesh, Group(2 * ranks, 2, 1), 1) < all_reduce(
+            CLUSTER, Group(2 * ranks, 2, 1), 1
+        )
     assert message(mesh, 0, 8e9) == (0.4, 0.4) and message(CLUSTER, 0, 8e9)[1] == 0.08
     even = replace(CLUSTER, inside=Link(100, 0))
     assert all_reduce(mesh, Group(4, 2, 1), 8e9) > all_reduce(even, Group(4, 2, 1), 8e9)
 
 
 def test_rails():
-    """A server with 8 cards: a message takes one; a group with 8 ranks a server takes all."""
+    """A server with 8 cards: a message takes one; a group with 8 ranks a server takes
+    all."""
     railed = replace(CLUSTER, between=Link(160, 20, rails=8))
-    assert message(railed, 1, 2e9) == pytest.approx((0.1 + 20e-6, 0.1))  # 20 GB/s of one card
-    assert message(railed, 8, 2e9) == pytest.approx((0.1 + 20e-6, 0.1))  # each has a card of its own
-    assert message(railed, 16, 2e9) == pytest.approx((0.2 + 20e-6, 0.2))  # two share one
-    assert message(CLUSTER, 8, 2e9)[1] == pytest.approx(8 * 2 / 25)  # without cards that are counted all share
+    # 20 GB/s of one card
+    assert message(railed, 1, 2e9) == pytest.approx((0.1 + 20e-6, 0.1))
+    # each has a card of its own
+    assert message(railed, 8, 2e9) == pytest.approx((0.1 + 20e-6, 0.1))
+    # two share one
+    assert message(railed, 16, 2e9) == pytest.approx((0.2 + 20e-6, 0.2))
+    # without cards that are counted all share
+    assert message(CLUSTER, 8, 2e9)[1] == pytest.approx(8 * 2 / 25)
     begin = START * 1e-6
     assert message(railed, 0, 2e9) == pytest.approx((0.02 + 10e-6, 0.02))  # inside
     assert all_reduce(railed, Group(2, 2, 1), 2e9) == pytest.approx(0.1 + 2 * 20e-6)
     assert all_reduce(railed, Group(2, 2, 8), 2e9) == pytest.approx(0.1 + 2 * 20e-6)
     within = replace(railed, inside=Link(1000, 10))
-    assert all_reduce(within, Group(16, 2, 1), 2e9) == pytest.approx(15 / 8 * 2 / 160 + 180e-6 + begin, rel=1e-9)
-    assert all_reduce(within, Group(8, 2, 2), 2e9) == pytest.approx(14 / 8 * 2 / 80 + 100e-6 + begin, rel=1e-9)
+    assert all_reduce(within, Group(16, 2, 1), 2e9) == pytest.approx(
+        15 / 8 * 2 / 160 + 180e-6 + begin, rel=1e-9
+    )
+    assert all_reduce(within, Group(8, 2, 2), 2e9) == pytest.approx(
+        14 / 8 * 2 / 80 + 100e-6 + begin, rel=1e-9
+    )
 
 
-# --- compute ---------------------------------------------------------------------------------------------------------
+# --- compute
+# --------------------------------------------------------------------------------------
 
 # One layer of GPT on 2 samples: 1024 tokens, h 1024, 16 heads, flash attention.
-# Operations of the forward: the products, each sum longer by FILL, and half of the scores.
+# Operations of the forward: the products, each sum longer by FILL, and half of the
+# scores.
 SCORES = 2 * 2**10 * 2**9 * 2**10
 FILLED = 2 * 2**10 * FILL * (3072 + 1024 + 4096 + 1024)
 ARITHMETIC = 24 * 2**10 * 2**20 + SCORES
-TRAFFIC = 2 * (34 * 2**20 + 4 * 2**10 * 16)  # bytes: what the backward needs, written and read
-LAST_FORWARD = 2**15 * (1024 + 1024 + 1024 + 4096)  # operations in which half of the units idle
+# bytes: what the backward needs, written and read
+TRAFFIC = 2 * (34 * 2**20 + 4 * 2**10 * 16)
+# operations in which half of the units idle
+LAST_FORWARD = 2**15 * (1024 + 1024 + 1024 + 4096)
 LAST_BACKWARD = 2**15 * (3072 + 1024 + 4096 + 1024 + 4 * 1024)
-FILLED_BACK = 2 * FILL * (2**10 * (1024 + 1024 + 1024 + 4096) + 12 * 2**20)  # gradients of inputs and of weights
+# gradients of inputs and of weights
+FILLED_BACK = 2 * FILL * (2**10 * (1024 + 1024 + 1024 + 4096) + 12 * 2**20)
 
 
-def layer(device: Device = DEVICE, precision="bf16", flash=True, model: Model = GPT, **plan) -> Work:
-    return Compute(model, replace(CLUSTER, device=device), precision, flash).layer(replace(PLAN, **plan))
+def layer(
+    device: Device = DEVICE, precision="bf16", flash=True, model: Model = GPT, **plan
+) -> Work:
+    return Compute(model, replace(CLUSTER, device=device), precision, flash).layer(
+        replace(PLAN, **plan)
+    )
 
 
 def test_a_layers_roofline_by_hand():
     work = layer()
-    assert work.forward == pytest.approx((ARITHMETIC + FILLED + LAST_FORWARD) / 1e12 + TRAFFIC / 1e11, rel=1e-12)
+    assert work.forward == pytest.approx(
+        (ARITHMETIC + FILLED + LAST_FORWARD) / 1e12 + TRAFFIC / 1e11, rel=1e-12
+    )
     back = 2 * ARITHMETIC + FILLED_BACK + LAST_BACKWARD
     assert work.backward == pytest.approx(back / 1e12 + TRAFFIC / 1e11, rel=1e-12)
     assert work.tensor == 0 and work.forward == pytest.approx(31.5e-3, rel=2e-2)
     more = layer(device=replace(DEVICE, units=100))
     assert more.forward - work.forward == pytest.approx(99 * LAST_FORWARD / 1e12)
     stored = 2 * (5 * 16 * 512**2 * 2 - 65536) / 1e11
-    assert layer(flash=False).forward - work.forward == pytest.approx(SCORES / 1e12 + stored)  # without the mask's half
-    assert layer(model=replace(GPT, kind="bert")).forward - work.forward == pytest.approx(SCORES / 1e12)
-    faster = layer(device=replace(DEVICE, attention_efficiency=0.75))  # of the peak, 2 · 10¹²
-    assert work.forward - faster.forward == pytest.approx(SCORES / 1e12 - SCORES / 1.5e12)
-    assert work.backward - faster.backward == pytest.approx(2 * (work.forward - faster.forward))
+    # without the mask's half
+    assert layer(flash=False).forward - work.forward == pytest.approx(
+        SCORES / 1e12 + stored
+    )
+    assert layer(
+        model=replace(GPT, kind="bert")
+    ).forward - work.forward == pytest.approx(SCORES / 1e12)
+    # of the peak, 2 · 10¹²
+    faster = layer(device=replace(DEVICE, attention_efficiency=0.75))
+    assert work.forward - faster.forward == pytest.approx(
+        SCORES / 1e12 - SCORES / 1.5e12
+    )
+    assert work.backward - faster.backward == pytest.approx(
+        2 * (work.forward - faster.forward)
+    )
     single = layer(precision="fp32")  # half the peak, and 66 bytes instead of 34
     twice = ARITHMETIC + FILLED + LAST_FORWARD
-    assert single.forward - work.forward == pytest.approx(twice / 1e12 + 2 * 32 * 2**20 / 1e11)
+    assert single.forward - work.forward == pytest.approx(
+        twice / 1e12 + 2 * 32 * 2**20 / 1e11
+    )
 
 
 def test_the_host_bounds_a_short_layer():
@@ -215,12 +324,17 @@ def test_the_host_bounds_a_short_layer():
 
 
 def test_recompute_adds_a_forward_of_what_it_leaves_out():
-    none, selective, full = (layer(recompute=recompute, flash=False) for recompute in RECOMPUTE)
+    none, selective, full = (
+        layer(recompute=recompute, flash=False) for recompute in RECOMPUTE
+    )
     assert none.forward == selective.forward == full.forward
     assert full.backward - none.backward == pytest.approx(none.forward, rel=1e-12)
     scores = 4 * 2**10 * 2**9 * 2**10 / 1e12 + 2 * 5 * 16 * 512**2 * 2 / 1e11
     assert selective.backward - none.backward == pytest.approx(scores, rel=1e-9)
-    none, full = (layer(tensor=4, depth=2, width=2, recompute=recompute) for recompute in ("none", "full"))
+    none, full = (
+        layer(tensor=4, depth=2, width=2, recompute=recompute)
+        for recompute in ("none", "full")
+    )
     assert full.backward - none.backward == pytest.approx(none.forward, rel=1e-12)
     assert full.tensor == pytest.approx(1.5 * none.tensor) and none.tensor > 0
 
@@ -230,40 +344,68 @@ def test_tensor_parallelism_divides_a_layer_and_adds_two_all_reduces_a_pass():
     pair = 2 * all_reduce(CLUSTER, Group(4, 1, 1), 2 * 512 * 1024 * 2)
     assert quarter.tensor == pytest.approx(2 * pair)
     traffic = 2 * ((10 + 24 / 4) * 2**20 + 2**16 / 4)
-    more = 2**15 * (1024 + 256 + 1024 + 1024) + 2 * 2**10 * FILL * (768 + 1024 + 1024 + 1024)
-    assert quarter.forward == pytest.approx(ARITHMETIC / 4e12 + traffic / 1e11 + more / 1e12 + pair, rel=1e-12)
+    more = 2**15 * (1024 + 256 + 1024 + 1024) + 2 * 2**10 * FILL * (
+        768 + 1024 + 1024 + 1024
+    )
+    assert quarter.forward == pytest.approx(
+        ARITHMETIC / 4e12 + traffic / 1e11 + more / 1e12 + pair, rel=1e-12
+    )
     assert quarter.forward - pair < whole.forward / 2
     parted = layer(tensor=4, depth=2, width=2, sequence_parallel=True)
-    assert parted.tensor == pytest.approx(8 * half(CLUSTER, Group(4, 1, 1), 2 * 512 * 1024 * 2))
+    assert parted.tensor == pytest.approx(
+        8 * half(CLUSTER, Group(4, 1, 1), 2 * 512 * 1024 * 2)
+    )
     across = layer(tensor=16, depth=1, width=1)
-    assert across.tensor == pytest.approx(4 * all_reduce(CLUSTER, Group(16, 2, 1), 2 * 512 * 1024 * 2))
+    assert across.tensor == pytest.approx(
+        4 * all_reduce(CLUSTER, Group(16, 2, 1), 2 * 512 * 1024 * 2)
+    )
 
 
 def test_experts_by_hand():
-    """Of two experts, with all tokens each, and the router's product; on two ranks each has one."""
+    """Of two experts, with all tokens each, and the router's product; on two ranks each
+    has one."""
     mixture = replace(GPT, experts=2, bias=False)
-    whole, parted, dense = layer(model=mixture), layer(model=mixture, expert=2), layer(model=replace(GPT, bias=False))
+    whole, parted, dense = (
+        layer(model=mixture),
+        layer(model=mixture, expert=2),
+        layer(model=replace(GPT, bias=False)),
+    )
     compute, tokens = Compute(mixture, CLUSTER, "bf16", True), 2**10
     mlp = compute.product(tokens, 1024, 4096) + compute.product(tokens, 4096, 1024)
-    stored = tokens * (2 * (2 * 4096 + 2 * 2 * 1024) + 8 * 2)  # a second expert; what goes there and back; the router
+    # a second expert; what goes there and back; the router
+    stored = tokens * (2 * (2 * 4096 + 2 * 2 * 1024) + 8 * 2)
     more = mlp + compute.product(tokens, 1024, 2) + 2 * stored / 1e11
     assert whole.forward - dense.forward == pytest.approx(more) and whole.tensor == 0
     sent = all_to_all(CLUSTER, Group(2, 1, 1), 2 * tokens * 1024 * 2)
     assert sent == pytest.approx(2 * tokens * 1024 / 1e11 + 10e-6 + START * 1e-6)
     assert parted.tensor == pytest.approx(4 * sent)
-    apart = all_to_all(CLUSTER, Group(16, 2, 1), 16e9)  # eight ranks send 8 GB each over 25 GB/s
+    # eight ranks send 8 GB each over 25 GB/s
+    apart = all_to_all(CLUSTER, Group(16, 2, 1), 16e9)
     assert apart == pytest.approx(8 * 8 / 25, rel=1e-3)
     plan = Plan(1, 2, 8, 1, 4, expert=4, distributed_optimizer=True)
     stage = Cost(replace(mixture, experts=8), CLUSTER).memory.stage(plan, 1, 4)
-    each, rest = 4 * 2 * (2 * 1024 * 4096), 4 * (4 * 1024**2 + 8 * 1024 + 2 * 2 * 1024) + 2 * 1024 + 50304 * 1024
+    each, rest = (
+        4 * 2 * (2 * 1024 * 4096),
+        4 * (4 * 1024**2 + 8 * 1024 + 2 * 2 * 1024) + 2 * 1024 + 50304 * 1024,
+    )
     assert stage.weights == 4 * (each + rest) and stage.gradients == 8 * (each + rest)
     assert stage.optimizer == 12 * (each / 2 + rest / 8)
 
 
 SHAPE = dict(hidden=1024, heads=16, ffn=4096, groups=16, head_size=64, sequence=512)
-TIMES = dict(blocks=(BlockTime(1, 1.0, 2.0), BlockTime(4, 2.5, 5.0)), output=(BlockTime(2, 8.0, 12.0),))
-TIMES |= dict(optimizer_seconds_per_parameter=1e-9, optimizer="Adam", threads=1, made_with="by hand")
-PROFILE = Profile("round", "bf16", "gpt", **SHAPE, gated=False, dropout=True, vocab=50304, **TIMES)
+TIMES = dict(
+    blocks=(BlockTime(1, 1.0, 2.0), BlockTime(4, 2.5, 5.0)),
+    output=(BlockTime(2, 8.0, 12.0),),
+)
+TIMES |= dict(
+    optimizer_seconds_per_parameter=1e-9,
+    optimizer="Adam",
+    threads=1,
+    made_with="by hand",
+)
+PROFILE = Profile(
+    "round", "bf16", "gpt", **SHAPE, gated=False, dropout=True, vocab=50304, **TIMES
+)
 
 
 def test_a_measured_profile_is_used():
@@ -275,29 +417,50 @@ def test_a_measured_profile_is_used():
     pair = 2 * all_reduce(CLUSTER, Group(4, 1, 1), 2 * 512 * 1024 * 2)
     assert compute.layer(quarter).forward == pytest.approx(1.5 / 4 + pair)
     assert compute.layer(quarter).backward == pytest.approx(3.0 / 4 + pair)
-    assert compute.update(1e9, 1e9) == pytest.approx(1.0) and compute.update(1e9, 25e7) == pytest.approx(0.25)
+    assert compute.update(1e9, 1e9) == pytest.approx(1.0) and compute.update(
+        1e9, 25e7
+    ) == pytest.approx(0.25)
     assert astuple(compute.output(PLAN)) == (8.0, 12.0, 0.0)
-    assert compute.output(quarter).forward == pytest.approx(8.0 * 50688 / 50304 / 4)  # padded for four tensor ranks
-    fewer = Compute(replace(GPT, vocab=12544), replace(CLUSTER, profile=PROFILE), "bf16", True)
+    # padded for four tensor ranks
+    assert compute.output(quarter).forward == pytest.approx(8.0 * 50688 / 50304 / 4)
+    fewer = Compute(
+        replace(GPT, vocab=12544), replace(CLUSTER, profile=PROFILE), "bf16", True
+    )
     assert fewer.output(PLAN).forward == pytest.approx(8.0 * 12544 / 50304)
-    host = Compute(GPT, replace(CLUSTER, profile=PROFILE, device=replace(DEVICE, step_us=1e6)), "bf16", True)
-    assert host.update(1e9, 1e9) == pytest.approx(2.0)  # the loop around the optimizer is not in the profile
+    host = Compute(
+        GPT,
+        replace(CLUSTER, profile=PROFILE, device=replace(DEVICE, step_us=1e6)),
+        "bf16",
+        True,
+    )
+    # the loop around the optimizer is not in the profile
+    assert host.update(1e9, 1e9) == pytest.approx(2.0)
 
 
 def test_measured_tensor_ranks_include_their_messages():
-    split = replace(PROFILE.blocks[0], microbatch=2, forward=0.75, backward=1.25, tensor=4)
+    split = replace(
+        PROFILE.blocks[0], microbatch=2, forward=0.75, backward=1.25, tensor=4
+    )
     output = replace(PROFILE.output[0], forward=3.0, backward=4.0, tensor=4)
-    profile = replace(PROFILE, blocks=(*PROFILE.blocks, split), output=(*PROFILE.output, output))
+    profile = replace(
+        PROFILE, blocks=(*PROFILE.blocks, split), output=(*PROFILE.output, output)
+    )
     device = replace(DEVICE, layer_launch_us=2e6)  # measured layers contain it
-    compute = Compute(GPT, replace(CLUSTER, profile=profile, device=device), "bf16", True)
+    compute = Compute(
+        GPT, replace(CLUSTER, profile=profile, device=device), "bf16", True
+    )
     quarter = replace(PLAN, tensor=4, depth=2, width=2)
     pair = 2 * all_reduce(CLUSTER, Group(4, 1, 1), 2 * 512 * 1024 * 2)
     assert astuple(compute.layer(quarter)) == pytest.approx((0.75, 1.25, 2 * pair))
-    assert astuple(compute.layer(replace(quarter, recompute="full"))) == pytest.approx((0.75, 2.0, 3 * pair))
+    assert astuple(compute.layer(replace(quarter, recompute="full"))) == pytest.approx(
+        (0.75, 2.0, 3 * pair)
+    )
     assert astuple(compute.output(quarter)) == (3.0, 4.0, 0.0)
-    slow = replace(CLUSTER, profile=profile, inside=Link(1e-3, 10.0))  # an estimate above what was measured
+    # an estimate above what was measured
+    slow = replace(CLUSTER, profile=profile, inside=Link(1e-3, 10.0))
     assert astuple(Compute(GPT, slow, "bf16", True).layer(quarter)) == (0.75, 1.25, 1.5)
-    assert compute.layer(replace(PLAN, tensor=2, depth=4, width=2)).forward == 2.0  # not measured: the host's time
+    # not measured: the host's time
+    assert compute.layer(replace(PLAN, tensor=2, depth=4, width=2)).forward == 2.0
 
 
 def test_the_other_parts_by_hand():
@@ -306,12 +469,15 @@ def test_the_other_parts_by_hand():
     assert work.forward == pytest.approx(2 * logits * 1024 / 1e12 + 16 * logits / 1e11)
     assert work.backward == pytest.approx(4 * logits * 1024 / 1e12 + 16 * logits / 1e11)
     work = compute.embedding(PLAN)
-    assert (work.forward, work.backward) == pytest.approx((4 * 2**21 / 1e11, 8 * 2**21 / 1e11))
+    assert (work.forward, work.backward) == pytest.approx(
+        (4 * 2**21 / 1e11, 8 * 2**21 / 1e11)
+    )
     updates = compute.update(1e9, 1e9), compute.update(1e9, 25e7)
     assert updates == pytest.approx((34e9 / 1e11, 13e9 / 1e11))
 
 
-# --- a plan's time ---------------------------------------------------------------------------------------------------
+# --- a plan's time
+# --------------------------------------------------------------------------------------
 
 
 def test_what_the_simulator_is_given_by_hand():
@@ -319,51 +485,94 @@ def test_what_the_simulator_is_given_by_hand():
     times, each = cost.times(PLAN), cost.compute.layer(PLAN)
     h = 1024
     assert times.forward[1] == times.forward[2] == pytest.approx(2 * each.forward)
-    assert times.forward[0] > times.forward[1] < times.forward[3] and len(times.backward) == 4
+    assert (
+        times.forward[0] > times.forward[1] < times.forward[3]
+        and len(times.backward) == 4
+    )
     moved = 2 * 512 * h * 2
-    assert times.transfer == pytest.approx([moved / 100e9 + 10e-6] * 3 + [moved / 100e9 + 10e-6])  # all on one server
+    # all on one server
+    assert times.transfer == pytest.approx(
+        [moved / 100e9 + 10e-6] * 3 + [moved / 100e9 + 10e-6]
+    )
     parameters = 2 * (12 * h * h + 13 * h)
     # Of 4 bytes, 2 · 1/2 of them sent; two steps, and the start of a collective.
-    assert times.reduce[1] == pytest.approx(4 * parameters / 100e9 + (2 * 10 + START) * 1e-6)
+    assert times.reduce[1] == pytest.approx(
+        4 * parameters / 100e9 + (2 * 10 + START) * 1e-6
+    )
     words = all_reduce(CLUSTER, Group(2, 1, 1), 50304 * h * 4)
     first = all_reduce(CLUSTER, Group(2, 1, 1), 4 * (parameters + 50304 * h + 512 * h))
     assert times.reduce[0] == pytest.approx(first + words)
     assert times.sending == 0 and times.step == 0
     assert times.overlap_cost[1] == pytest.approx(34 * parameters / 1e11)
     flush = cost.times(replace(PLAN, schedule="pipedream-flush"))
-    assert not any(flush.overlap_cost) and flush.step == max(times.overlap_cost) and flush.reduce == times.reduce
+    assert (
+        not any(flush.overlap_cost)
+        and flush.step == max(times.overlap_cost)
+        and flush.reduce == times.reduce
+    )
     untied = Cost(replace(GPT, tied=False), CLUSTER, flash=True).times(PLAN)
-    assert times.reduce[0] - untied.reduce[0] == pytest.approx(words) and untied.reduce[1] == times.reduce[1]
+    assert (
+        times.reduce[0] - untied.reduce[0] == pytest.approx(words)
+        and untied.reduce[1] == times.reduce[1]
+    )
 
 
 def test_messages_between_servers_and_megatrons_exchange():
-    cost = Cost(GPT, replace(CLUSTER, device=replace(DEVICE, exchange_us=100.0)), flash=True)
+    cost = Cost(
+        GPT, replace(CLUSTER, device=replace(DEVICE, exchange_us=100.0)), flash=True
+    )
     plan = Plan(1, 4, 4, 2, 8)
     moved = 2 * 512 * 1024 * 2
-    inside, between = moved / 100e9 + 10e-6, moved * 4 / 25e9 + 50e-6  # four replicas send at once
-    assert cost.times(plan).transfer == pytest.approx([inside, between, inside, between])
-    assert cost.times(plan).occupied == pytest.approx([moved / 100e9, 4 * moved / 25e9] * 2)
+    # four replicas send at once
+    inside, between = moved / 100e9 + 10e-6, moved * 4 / 25e9 + 50e-6
+    assert cost.times(plan).transfer == pytest.approx(
+        [inside, between, inside, between]
+    )
+    assert cost.times(plan).occupied == pytest.approx(
+        [moved / 100e9, 4 * moved / 25e9] * 2
+    )
     megatron = cost.times(replace(plan, schedule="megatron"))
     assert megatron.sending == pytest.approx([inside + 1e-4, between + 1e-4] * 2)
-    assert cost.times(replace(plan, schedule="megatron", virtual=2)).sending == pytest.approx([1e-4] * 4)
-    parted = Cost(GPT, cost.cluster, flash=True, old_exchange=True).times(Plan(2, 4, 2, 2, 8)).occupied[0]
-    assert parted == pytest.approx(moved / 2 / 100e9) and cost.times(Plan(2, 4, 2, 2, 8)).occupied[0] == 2 * parted
-    assert cost.times(Plan(2, 4, 2, 2, 8, sequence_parallel=True)).occupied[0] == pytest.approx(parted)
+    assert cost.times(
+        replace(plan, schedule="megatron", virtual=2)
+    ).sending == pytest.approx([1e-4] * 4)
+    parted = (
+        Cost(GPT, cost.cluster, flash=True, old_exchange=True)
+        .times(Plan(2, 4, 2, 2, 8))
+        .occupied[0]
+    )
+    assert (
+        parted == pytest.approx(moved / 2 / 100e9)
+        and cost.times(Plan(2, 4, 2, 2, 8)).occupied[0] == 2 * parted
+    )
+    assert cost.times(Plan(2, 4, 2, 2, 8, sequence_parallel=True)).occupied[
+        0
+    ] == pytest.approx(parted)
 
 
 def test_the_distributed_optimizer_halves_the_reduction_and_gathers():
     cost = Cost(replace(GPT, tied=False), CLUSTER, flash=True)
-    whole, sharded = (cost.times(replace(PLAN, width=4, distributed_optimizer=choice)) for choice in (False, True))
-    assert sharded.reduce == pytest.approx([(seconds + START * 1e-6) / 2 for seconds in whole.reduce])
+    whole, sharded = (
+        cost.times(replace(PLAN, width=4, distributed_optimizer=choice))
+        for choice in (False, True)
+    )
+    assert sharded.reduce == pytest.approx(
+        [(seconds + START * 1e-6) / 2 for seconds in whole.reduce]
+    )
     most = max(cost.memory.parameters(PLAN, stage, 2) for stage in range(4))
-    assert sharded.step - whole.step == pytest.approx(half(CLUSTER, Group(4, 1, 1), 2 * most))
-    assert sharded.overlap_cost[1] == pytest.approx((28 / 4 + 6) / 34 * whole.overlap_cost[1])
+    assert sharded.step - whole.step == pytest.approx(
+        half(CLUSTER, Group(4, 1, 1), 2 * most)
+    )
+    assert sharded.overlap_cost[1] == pytest.approx(
+        (28 / 4 + 6) / 34 * whole.overlap_cost[1]
+    )
 
 
 @property_of(120)
 @given(planned(SCHEDULED.filter(lambda schedule: schedule[0] != "pipedream")))
 def test_the_parts_of_an_iteration_sum_to_its_seconds(case):
-    """2bw with two gradient slots has no bubble, and a schedule with a flush has one where all stages are alike."""
+    """2bw with two gradient slots has no bubble, and a schedule with a flush has one
+    where all stages are alike."""
     cost, plan = case
     estimate = cost.estimate(plan)
     split = estimate.split
@@ -373,7 +582,10 @@ def test_the_parts_of_an_iteration_sum_to_its_seconds(case):
     assert estimate.throughput == plan.global_batch / estimate.seconds
     work = plan.microbatches * max(work.total for work in cost.stages(plan))
     assert split.compute + split.tensor == pytest.approx(work)
-    assert estimate.headroom == cost.allowed(plan) - estimate.heaviest and len(estimate.memory) == plan.depth
+    assert (
+        estimate.headroom == cost.allowed(plan) - estimate.heaviest
+        and len(estimate.memory) == plan.depth
+    )
     assert cost.fits(plan) == (estimate.headroom >= 0)
     if plan.schedule != "2bw":
         assert split.bubble > 0 or plan.depth == 1 or plan.first
@@ -382,25 +594,33 @@ def test_the_parts_of_an_iteration_sum_to_its_seconds(case):
 
 
 @pytest.mark.parametrize("microbatches", [2, 7, 16, 64])
-def test_the_round_of_gpipe_is_the_smallest_with_the_fewest_rounds_that_fit(microbatches):
+def test_the_round_of_gpipe_is_the_smallest_with_the_fewest_rounds_that_fit(
+    microbatches,
+):
     plan = replace(PLAN, schedule="gpipe", microbatches=microbatches)
     plans = [replace(plan, gpipe_round=size) for size in range(1, microbatches + 1)]
     for most in (0, 1, 3, microbatches // 2, microbatches - 1, microbatches):
         cost = Cost(GPT, CLUSTER, flash=True)
-        cost.fits = lambda given, most=most: (given.gpipe_round or given.microbatches) <= most
+        cost.fits = lambda given, most=most: (
+            (given.gpipe_round or given.microbatches) <= most
+        )
         fitting = [given for given in plans if cost.fits(given)]
         found = cost.gpipe_round(plan)
         if not fitting or most >= microbatches:
             assert found is None
             continue
         fewest = min(given.rounds for given in fitting)
-        assert found == min(given.gpipe_round for given in fitting if given.rounds == fewest)
+        assert found == min(
+            given.gpipe_round for given in fitting if given.rounds == fewest
+        )
         assert cost.gpipe_round(replace(plan, schedule="pipedream-flush")) is None
 
 
 @pytest.mark.parametrize("host, width", [(True, 1), (False, 4), (False, 1)])
 def test_a_plan_has_the_late_microbatches_that_hide_its_step(host, width):
-    cost = Cost(GPT, replace(CLUSTER, between=Link(2, 50), device=replace(DEVICE, tflops=40.0)))
+    cost = Cost(
+        GPT, replace(CLUSTER, between=Link(2, 50), device=replace(DEVICE, tflops=40.0))
+    )
     plan = Plan(1, 4, width, 1, 64, extrapolate=True, host=host)
     alone, late = cost.seconds(plan.changed(extrapolate=False)), cost.late(plan)
     assert cost.seconds(plan.changed(late=late)) == pytest.approx(alone, rel=1e-9)
@@ -408,114 +628,207 @@ def test_a_plan_has_the_late_microbatches_that_hide_its_step(host, width):
 
 
 def fits(plan: Plan, memory: float, **options: float) -> bool:
-    return Cost(GPT, replace(CLUSTER, device=replace(DEVICE, memory_gib=memory / 2**30)), **options).fits(plan)
+    return Cost(
+        GPT,
+        replace(CLUSTER, device=replace(DEVICE, memory_gib=memory / 2**30)),
+        **options,
+    ).fits(plan)
 
 
 def test_a_plan_fits_up_to_its_margin_which_must_hold_the_communicators():
     large, small = (replace(PLAN, microbatch=size) for size in (32, 1))
     memory = Cost(GPT, CLUSTER).memory.heaviest(large) / 0.8
     assert fits(large, memory, margin=0.1999) and not fits(large, memory, margin=0.2001)
-    least = Cost(GPT, CLUSTER).memory.heaviest(small) + 3 * LINK + 2 * PAIR / 2  # of the first stage, width 2
-    assert fits(small, least + 1e6, margin=0.01) and not fits(small, least - 1e6, margin=0.01)
+    # of the first stage, width 2
+    least = Cost(GPT, CLUSTER).memory.heaviest(small) + 3 * LINK + 2 * PAIR / 2
+    assert fits(small, least + 1e6, margin=0.01) and not fits(
+        small, least - 1e6, margin=0.01
+    )
 
 
 def test_what_is_certain_must_fit_where_the_estimate_may_be_too_large():
     certain = max(stage.certain for stage in Cost(GPT, CLUSTER).memory.stages(PLAN))
-    assert fits(PLAN, certain * 2.001, margin=0.5, spare=-1.0) and not fits(PLAN, certain * 2, margin=0.5)
+    assert fits(PLAN, certain * 2.001, margin=0.5, spare=-1.0) and not fits(
+        PLAN, certain * 2, margin=0.5
+    )
     assert not fits(PLAN, certain * 1.999, margin=0.5, spare=-1.0)
 
 
 def test_without_a_margin_context_fragmentation_and_communicators_are_counted():
-    plan = replace(PLAN, microbatch=32)  # a width of two: Megatron's and 2BW's data-parallel groups
+    # a width of two: Megatron's and 2BW's data-parallel groups
+    plan = replace(PLAN, microbatch=32)
     cost = Cost(GPT, CLUSTER)
-    held = 3 * LINK + 2 * (PAIR + PAIR) / 2  # both have one for the ends too; half of an A100's channels
+    # both have one for the ends too; half of an A100's channels
+    held = 3 * LINK + 2 * (PAIR + PAIR) / 2
     assert cost.capacity - cost.allowed(plan) == pytest.approx(held)
     least = 1.1 * (cost.memory.heaviest(plan) + held) + 0.75 * 2**30
     assert cost.gpu_bytes(plan) == pytest.approx(least)
     assert fits(plan, least + 1e6) and not fits(plan, least - 1e6)
     alone = Cost(GPT, replace(CLUSTER, device=replace(DEVICE, name="cpu")))
-    assert alone.allowed(plan) == alone.capacity == pytest.approx(DEVICE.memory_gib * 2**30 / 1.1)
+    assert (
+        alone.allowed(plan)
+        == alone.capacity
+        == pytest.approx(DEVICE.memory_gib * 2**30 / 1.1)
+    )
 
 
 def test_torchs_adam_is_known_from_the_profile():
-    for optimizer, device, counted in (("torch's", DEVICE, True), ("apex's", DEVICE, False), ("torch's", "cpu", False)):
+    for optimizer, device, counted in (
+        ("torch's", DEVICE, True),
+        ("apex's", DEVICE, False),
+        ("torch's", "cpu", False),
+    ):
         device = replace(DEVICE, name=device) if device == "cpu" else device
-        profile = replace(PROFILE, optimizer=f"Megatron's Float16OptimizerWithFloat16Params with {optimizer} Adam")
-        assert Cost(GPT, replace(CLUSTER, profile=profile, device=device)).memory.torch_adam == counted
+        profile = replace(
+            PROFILE,
+            optimizer=f"Megatron's Float16OptimizerWithFloat16Params with {optimizer} Adam",
+        )
+        assert (
+            Cost(
+                GPT, replace(CLUSTER, profile=profile, device=device)
+            ).memory.torch_adam
+            == counted
+        )
     assert not Cost(GPT, CLUSTER).memory.torch_adam
 
 
-# --- context parallelism ---------------------------------------------------------------------------------------------
+# --- context parallelism
+# --------------------------------------------------------------------------------------
 
 
-def parts(context: int, between: float = 25.0, per_server: int = 8, sequence: int = 512, **fields) -> Cost:
-    servers = replace(CLUSTER, servers=8 // per_server, gpus_per_server=per_server, between=Link(between, 0.0))
-    return Cost(replace(GPT, sequence=sequence, groups=4), replace(servers, inside=Link(1e9, 0.0)), flash=True)
+def parts(
+    context: int,
+    between: float = 25.0,
+    per_server: int = 8,
+    sequence: int = 512,
+    **fields,
+) -> Cost:
+    servers = replace(
+        CLUSTER,
+        servers=8 // per_server,
+        gpus_per_server=per_server,
+        between=Link(between, 0.0),
+    )
+    return Cost(
+        replace(GPT, sequence=sequence, groups=4),
+        replace(servers, inside=Link(1e9, 0.0)),
+        flash=True,
+    )
 
 
 def test_a_part_of_the_sequences_takes_its_share_of_work_and_memory_where_links_take_no_time():
     cost = parts(1)
     whole, part = Plan(1, 2, 4, 4, 8), Plan(1, 2, 1, 4, 8, context=4)
-    one, four = cost.compute.layer(replace(whole, microbatch=1)), cost.compute.layer(part)  # 4 samples in 4 parts
-    assert four.total == pytest.approx(one.total) and four.tensor == pytest.approx(0, abs=1e-9)
+    # 4 samples in 4 parts
+    one, four = (
+        cost.compute.layer(replace(whole, microbatch=1)),
+        cost.compute.layer(part),
+    )
+    assert four.total == pytest.approx(one.total) and four.tensor == pytest.approx(
+        0, abs=1e-9
+    )
     kept, working = cost.memory.layer(replace(whole, microbatch=1))
     assert cost.memory.layer(part)[0] == kept
-    assert cost.memory.layer(part)[1] == working + 4 * (2 * 512 * 4 * 64 * 2)  # K, V and their gradients, two parts
+    # K, V and their gradients, two parts
+    assert cost.memory.layer(part)[1] == working + 4 * (2 * 512 * 4 * 64 * 2)
     assert cost.memory.heaviest(part) < cost.memory.heaviest(whole)
-    assert part.replicas == whole.replicas and cost.compute.layout(part).data == cost.compute.layout(whole).data
+    assert (
+        part.replicas == whole.replicas
+        and cost.compute.layout(part).data == cost.compute.layout(whole).data
+    )
     assert cost._messages(part)[0][1] == pytest.approx(cost._messages(whole)[0][1] / 4)
 
 
 def test_the_ring_of_keys_and_values_takes_what_the_attention_does_not_hide():
     slow_links = parts(4, between=0.01, per_server=1)
     plan = Plan(1, 1, 2, 2, 1, context=4, schedule="megatron")
-    sent = 2 * (2 / 4 * 512) * 4 * 64 * 2 / 0.01e9  # keys and values of two samples' quarters, in 16 bits
-    scores = 4 * (2 / 4 * 512) * 512 * 1024 / 2 / (2e12 * 0.5) / 4  # of one step, masked
+    # keys and values of two samples' quarters, in 16 bits
+    sent = 2 * (2 / 4 * 512) * 4 * 64 * 2 / 0.01e9
+    # of one step, masked
+    scores = 4 * (2 / 4 * 512) * 512 * 1024 / 2 / (2e12 * 0.5) / 4
     work, free = slow_links.compute.layer(plan), parts(4).compute.layer(plan)
     waits = 3 * (sent - scores) + 3 * (2 * sent - 2 * scores)
-    assert work.tensor == pytest.approx(waits) and work.total == pytest.approx(free.total + waits)
+    assert work.tensor == pytest.approx(waits) and work.total == pytest.approx(
+        free.total + waits
+    )
     again = slow_links.compute.layer(replace(plan, recompute="full"))
     assert again.tensor == pytest.approx(waits + 3 * (sent - scores))
-    assert parts(4, 0.01, 1, sequence=2**20).compute.layer(plan).tensor == 0  # scores grow with the square
+    # scores grow with the square
+    assert parts(4, 0.01, 1, sequence=2**20).compute.layer(plan).tensor == 0
 
 
-# --- different GPUs --------------------------------------------------------------------------------------------------
+# --- different GPUs
+# --------------------------------------------------------------------------------------
 
 
 def test_a_stage_has_the_speed_and_the_memory_of_its_weakest_gpu():
     fast = replace(DEVICE, name="fast", memory_gib=80, tflops=4.0)
     slow = replace(DEVICE, name="slow", memory_gib=40, tflops=1.0)
     mixed = replace(CLUSTER, devices=(fast, slow)).part(2, 8)
-    alone = {device: Cost(GPT, replace(CLUSTER, device=device)) for device in (fast, slow)}
-    cost, plan = Cost(GPT, mixed), Plan(1, 4, 4, 2, 8)  # replicas are neighbours: two stages on each server
+    alone = {
+        device: Cost(GPT, replace(CLUSTER, device=device)) for device in (fast, slow)
+    }
+    # replicas are neighbours: two stages on each server
+    cost, plan = Cost(GPT, mixed), Plan(1, 4, 4, 2, 8)
     layers = [alone[device].compute.layer(plan) for device in (fast, fast, slow, slow)]
     works = cost.stages(plan.with_layers([3, 3, 1, 1]))
     assert works[1] == layers[1] * 3 and works[2] == layers[2] * 1
-    assert works[0].total - layers[0].total * 3 == pytest.approx(alone[fast].compute.embedding(plan).total)
-    assert cost.stages(plan.changed(pipeline_inside=True))[1] == layers[2] * 2  # half of its replicas are on slow ones
+    assert works[0].total - layers[0].total * 3 == pytest.approx(
+        alone[fast].compute.embedding(plan).total
+    )
+    # half of its replicas are on slow ones
+    assert cost.stages(plan.changed(pipeline_inside=True))[1] == layers[2] * 2
     estimate = cost.estimate(plan.with_layers([3, 3, 1, 1]))
-    rooms = [alone[device].estimate(plan).capacities[0] for device in (fast, fast, slow, slow)]
-    assert estimate.capacities == pytest.approx(rooms) and min(estimate.capacities) == estimate.capacities[2]
+    rooms = [
+        alone[device].estimate(plan).capacities[0]
+        for device in (fast, fast, slow, slow)
+    ]
+    assert (
+        estimate.capacities == pytest.approx(rooms)
+        and min(estimate.capacities) == estimate.capacities[2]
+    )
     free = [room - stage.total for room, stage in zip(rooms, estimate.memory)]
     assert estimate.headroom == pytest.approx(min(free))
     needed = max(stage.total for stage in estimate.memory) / 2**30
-    for size, fits in ((needed / 2, False), (4 * needed, True)):  # of the fast ones, which have most layers
-        here = Cost(GPT, replace(mixed, devices=(replace(fast, memory_gib=size + 2), replace(slow, memory_gib=99))))
+    # of the fast ones, which have most layers
+    for size, fits in ((needed / 2, False), (4 * needed, True)):
+        here = Cost(
+            GPT,
+            replace(
+                mixed,
+                devices=(
+                    replace(fast, memory_gib=size + 2),
+                    replace(slow, memory_gib=99),
+                ),
+            ),
+        )
         assert here.fits(plan.with_layers([3, 3, 1, 1])) == fits
 
 
 def test_layers_that_are_computed_again_take_their_time_again():
     cost = Cost(GPT, CLUSTER)
     plan = Plan(1, 2, 4, 2, 8)
-    none, full = (cost.compute.layer(replace(plan, recompute=kind)) for kind in ("none", "full"))
+    none, full = (
+        cost.compute.layer(replace(plan, recompute=kind)) for kind in ("none", "full")
+    )
     some = replace(plan, recompute="full", recompute_block=1)
     works, whole = cost.stages(some), cost.stages(replace(plan, recompute="none"))
     assert works[0].total - whole[0].total == pytest.approx(full.total - none.total)
-    assert cost.stages(replace(some, recompute_block=4)) == cost.stages(replace(plan, recompute="full"))
+    assert cost.stages(replace(some, recompute_block=4)) == cost.stages(
+        replace(plan, recompute="full")
+    )
 
 
 def test_gradients_in_16_bits_take_half_of_the_bytes():
-    links = dict(inside=Link(100, 0), between=Link(25, 0), device=replace(DEVICE, name="cpu"))  # only bytes take time
-    cost, plan = Cost(GPT, replace(CLUSTER, **links)), Plan(1, 2, 8, 2, 8, schedule="megatron")
+    # only bytes take time
+    links = dict(
+        inside=Link(100, 0), between=Link(25, 0), device=replace(DEVICE, name="cpu")
+    )
+    cost, plan = (
+        Cost(GPT, replace(CLUSTER, **links)),
+        Plan(1, 2, 8, 2, 8, schedule="megatron"),
+    )
     half = cost._step(plan.changed(grad_reduce_in_bf16=True)).reduce
-    assert [2 * seconds for seconds in half] == pytest.approx(cost._step(plan).reduce) and min(half) > 0
+    assert [2 * seconds for seconds in half] == pytest.approx(
+        cost._step(plan).reduce
+    ) and min(half) > 0

@@ -1,4 +1,5 @@
-"""What the planner prints: its numbers are the estimates', its words follow from them, its advice holds."""
+"""What the planner prints: its numbers are the estimates', its words follow from them,
+its advice holds."""
 
 from __future__ import annotations
 
@@ -38,7 +39,14 @@ GPT, LARGER = PRESETS["gpt-355m"], PRESETS["gpt-1.3b"]
 P3 = clusters.preset("p3.16xlarge", 1)
 
 
-def searched(model=GPT, cluster=P3, batch: int = 64, count: int = 8, precision: str = "fp16", **space) -> Result:
+def searched(
+    model=GPT,
+    cluster=P3,
+    batch: int = 64,
+    count: int = 8,
+    precision: str = "fp16",
+    **space,
+) -> Result:
     cost, space = Cost(model, cluster, precision), Space(batch, **space)
     search = Search(cost, space)
     estimates = [cost.estimate(plan) for _, plan in itertools.islice(search, count)]
@@ -67,15 +75,21 @@ def result(request) -> Result:
     return request.getfixturevalue(request.param)
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------
+# --- tables
+# --------------------------------------------------------------------------------------
 
 
 def rows(text: str, first: str) -> list[dict[str, str]]:
-    """The lines of a table, as texts by column; `first` is the name of its first column."""
+    """The lines of a table, as texts by column; `first` is the name of its first
+    column."""
     lines = text.splitlines()
-    head = next(number for number, line in enumerate(lines) if re.match(rf" *{first} ", line))
+    head = next(
+        number for number, line in enumerate(lines) if re.match(rf" *{first} ", line)
+    )
     names = re.split(r" {2,}", lines[head].strip())
-    body = itertools.takewhile(lambda line: re.match(r" *\d[\d-]* ", line), lines[head + 1 :])
+    body = itertools.takewhile(
+        lambda line: re.match(r" *\d[\d-]* ", line), lines[head + 1 :]
+    )
     found = [re.split(r" {2,}", line.strip()) for line in body]
     assert found and all(len(cells) == len(names) for cells in found)
     return [dict(zip(names, cells)) for cells in found]
@@ -85,67 +99,136 @@ def is_shown(text: str, number: float, unit: str = "") -> bool:
     """Whether `text` is the number as rounded as it is printed."""
     shown = text.removesuffix(unit)
     digits = len(shown.partition(".")[2])
-    return text.endswith(unit) and not shown.startswith("-0") and abs(float(shown) - number) <= 0.5001 * 10**-digits
+    return (
+        text.endswith(unit)
+        and not shown.startswith("-0")
+        and abs(float(shown) - number) <= 0.5001 * 10**-digits
+    )
 
 
 def test_every_number_of_the_table_is_the_estimates(result):
     plans, times = table(result).split("\n\n")
     tokens, flops = result.cost.model.sequence, result.cost.model.sample_flops()
-    for rank, (row, estimate) in enumerate(zip(rows(plans, "#"), result.estimates, strict=True), 1):
-        plan, each = estimate.plan, estimate.throughput / 8 / result.cost.cluster.servers
-        kinds = "sharded" if plan.distributed_optimizer else "whole", "pp-dp" if plan.pipeline_inside else "dp-pp"
-        shown = [row[name] for name in ("#", "schedule", "recompute", "optim.", "ranks")]
+    for rank, (row, estimate) in enumerate(
+        zip(rows(plans, "#"), result.estimates, strict=True), 1
+    ):
+        plan, each = (
+            estimate.plan,
+            estimate.throughput / 8 / result.cost.cluster.servers,
+        )
+        kinds = (
+            "sharded" if plan.distributed_optimizer else "whole",
+            "pp-dp" if plan.pipeline_inside else "dp-pp",
+        )
+        shown = [
+            row[name] for name in ("#", "schedule", "recompute", "optim.", "ranks")
+        ]
         assert shown == [str(rank), plan.schedule_name, plan.recompute_name, *kinds]
-        numbers = dict(t=plan.tensor, d=plan.depth, w=plan.width, b=plan.microbatch, m=plan.microbatches)
+        numbers = dict(
+            t=plan.tensor,
+            d=plan.depth,
+            w=plan.width,
+            b=plan.microbatch,
+            m=plan.microbatches,
+        )
         for column, number in (numbers | {"batch": plan.global_batch}).items():
             assert row[column] == str(number)
         # Algorithm 1: g = B / (N b), where one GPU is one stage of one pipeline.
-        assert is_shown(row["g"], plan.global_batch / (plan.width * plan.depth * plan.microbatch))
+        assert is_shown(
+            row["g"], plan.global_batch / (plan.width * plan.depth * plan.microbatch)
+        )
         layers = plan.layers_of(result.cost.model)
         named = [int(number) for number in row["layers"].split("/")]
-        assert named == layers[:1] if len(set(layers)) == 1 else set(named) == set(layers)
-        assert is_shown(row["samples/s"], estimate.throughput) and is_shown(row["tok/s/GPU"], each * tokens)
+        assert (
+            named == layers[:1] if len(set(layers)) == 1 else set(named) == set(layers)
+        )
+        assert is_shown(row["samples/s"], estimate.throughput) and is_shown(
+            row["tok/s/GPU"], each * tokens
+        )
         assert is_shown(row["TF/s/GPU"], each * flops / 1e12)
     for row, estimate in zip(rows(times, "#"), result.estimates, strict=True):
         assert is_shown(row["iteration"], estimate.seconds, " s")
         for term in TERMS:
-            assert is_shown(row[term], 100 * getattr(estimate.split, term) / estimate.seconds, " %")
-        assert is_shown(row["heaviest"], max(stage.total for stage in estimate.memory) / GIB, " GiB")
-        assert is_shown(row["headroom"], (min(estimate.capacities) - estimate.heaviest) / GIB, " GiB")
+            assert is_shown(
+                row[term], 100 * getattr(estimate.split, term) / estimate.seconds, " %"
+            )
+        assert is_shown(
+            row["heaviest"], max(stage.total for stage in estimate.memory) / GIB, " GiB"
+        )
+        assert is_shown(
+            row["headroom"],
+            (min(estimate.capacities) - estimate.heaviest) / GIB,
+            " GiB",
+        )
 
 
-# --- the reason ------------------------------------------------------------------------------------------------------
+# --- the reason
+# --------------------------------------------------------------------------------------
 
 
 def test_the_first_lines_are_the_plan_and_what_2bw_gains_and_costs(result):
-    text, estimates = " ".join(first(result).split()), [*result.estimates, *result.rivals]
+    text, estimates = (
+        " ".join(first(result).split()),
+        [*result.estimates, *result.rivals],
+    )
     winner, (need, room) = result.estimates[0], result.estimates[0].fullest
     assert (need, room) == (winner.heaviest, min(winner.capacities))
     sizes = f"{need / GIB:.2f} GiB of {room / GIB:.2f} allowed"
-    assert text.startswith(f"Best: {winner.plan.title}, {three(winner.throughput)} samples/s, {sizes} ")
-    best = {estimate.plan.pipeline.flushes: estimate for estimate in sorted(estimates, key=lambda e: e.throughput)}
+    assert text.startswith(
+        f"Best: {winner.plan.title}, {three(winner.throughput)} samples/s, {sizes} "
+    )
+    best = {
+        estimate.plan.pipeline.flushes: estimate
+        for estimate in sorted(estimates, key=lambda e: e.throughput)
+    }
     found = best[False], best[True]
-    named = [f"{estimate.plan.title} ({three(estimate.throughput)} samples/s)" for estimate in found]
+    named = [
+        f"{estimate.plan.title} ({three(estimate.throughput)} samples/s)"
+        for estimate in found
+    ]
     ratio = found[0].throughput / found[1].throughput
     assert f"{named[0]} is {ratio:.2f} times as fast as {named[1]}. " in text
-    plan, exact = found[0].plan, dict(schedule="pipedream-flush", gradient_slots=2, extrapolate=False, extra_warmup=())
+    plan, exact = (
+        found[0].plan,
+        dict(
+            schedule="pipedream-flush",
+            gradient_slots=2,
+            extrapolate=False,
+            extra_warmup=(),
+        ),
+    )
     pairs = zip(found[0].memory, result.cost.estimate(plan.changed(**exact)).memory)
     stage, without = max(pairs, key=lambda pair: pair[0].total)
     more = stage.weights + stage.gradients - without.weights - without.gradients
     even = f"1 + (d - 1)/m, {1 + (plan.depth - 1) / plan.microbatches:.2f} here"
     assert (even if plan.depth > 1 else "One stage has no bubble to gain") in text
-    slot = {2: " and gradient slot", "shard": " and a gradient shard"}.get(plan.gradient_slots, "")
+    slot = {2: " and gradient slot", "shard": " and a gradient shard"}.get(
+        plan.gradient_slots, ""
+    )
     assert f"one more weight version{slot} ({more / GIB:.2f} GiB)" in text
-    copy = f"copy of the weights ({(stage.optimizer - without.optimizer) / GIB:.2f} GiB), and a delay"
+    copy = (
+        f"copy of the weights ({(stage.optimizer - without.optimizer) / GIB:.2f} "
+        "GiB), and a delay"
+    )
     assert (copy in text) == plan.extrapolate
 
 
 def test_2bw_that_fits_without_its_correction_alone_is_named():
     few = replace(P3, device=replace(P3.device, memory_gib=9.6))
-    space = dict(depth=(8,), microbatch=(1,), recompute=("none",), gradient_slots=(2,), uneven=False, host=False)
+    space = dict(
+        depth=(8,),
+        microbatch=(1,),
+        recompute=("none",),
+        gradient_slots=(2,),
+        uneven=False,
+        host=False,
+    )
     plan = searched(LARGER, few, **space).estimates[0].plan
     text = first(searched(LARGER, few, **space, extrapolate=True))
-    assert plan.schedule == "2bw" and f"without its correction (--no-extrapolate): {plan.title} (" in text
+    assert (
+        plan.schedule == "2bw"
+        and f"without its correction (--no-extrapolate): {plan.title} (" in text
+    )
 
 
 def test_the_rivals_are_the_best_of_every_other_schedule(result):
@@ -153,56 +236,106 @@ def test_the_rivals_are_the_best_of_every_other_schedule(result):
     shape = (winner.plan.tensor, winner.plan.depth, winner.plan.width)
     assert (rivals[0].plan.tensor, rivals[0].plan.depth, rivals[0].plan.width) != shape
     for schedule in set(result.space.schedules) - {winner.plan.schedule}:
-        plans = (plan for _, plan in Search(result.cost, replace(result.space, schedules=(schedule,))))
-        if any(estimate.plan.schedule == schedule for estimate in result.estimates):  # where one stage is Megatron's
-            plans = (plan for plan in plans if plan.depth > 1 or schedule in ("2bw", "megatron"))
+        plans = (
+            plan
+            for _, plan in Search(
+                result.cost, replace(result.space, schedules=(schedule,))
+            )
+        )
+        # where one stage is Megatron's
+        if any(estimate.plan.schedule == schedule for estimate in result.estimates):
+            plans = (
+                plan
+                for plan in plans
+                if plan.depth > 1 or schedule in ("2bw", "megatron")
+            )
         rate = result.cost.estimate(next(plans)).throughput
-        assert rate in [rival.throughput for rival in rivals if rival.plan.schedule == schedule]
+        assert rate in [
+            rival.throughput for rival in rivals if rival.plan.schedule == schedule
+        ]
 
 
-# --- what was left out -----------------------------------------------------------------------------------------------
+# --- what was left out
+# --------------------------------------------------------------------------------------
 
 
 def test_rejections_are_counted_by_cause(tight):
     found = searched(replace(GPT, heads=12, groups=12, head_size=64), batch=4)
     assert found.search.rejected
     for cause, count in found.search.rejected.items():
-        assert re.search(rf"^ +{count}  {re.escape(cause)}$", rejections(found), re.MULTILINE)
-    assert f"of the table (ESTIMATED): {len(tight.search.too_large)}\n" in rejections(tight)
+        assert re.search(
+            rf"^ +{count}  {re.escape(cause)}$", rejections(found), re.MULTILINE
+        )
+    assert f"of the table (ESTIMATED): {len(tight.search.too_large)}\n" in rejections(
+        tight
+    )
 
 
 def test_the_fastest_plan_that_does_not_fit_is_named(tight):
     large = tight.cost.estimate(tight.search.too_large[0])
     text = " ".join(rejections(tight).split())
-    assert f"{large.plan.title} ({three(large.throughput)} samples/s) does not fit" in text
-    assert f"needs {large.heaviest / GIB:.2f} GiB, and {min(large.capacities) / GIB:.2f} GiB are allowed" in text
+    assert (
+        f"{large.plan.title} ({three(large.throughput)} samples/s) does not fit" in text
+    )
+    assert (
+        f"needs {large.heaviest / GIB:.2f} GiB, and "
+        f"{min(large.capacities) / GIB:.2f} GiB are allowed"
+    ) in text
     assert as_json(tight)["too_large"]["fastest"]["headroom"] < 0
-    same, huge = searched(PRESETS["gpt-3.8b"], clusters.preset("p3.16xlarge", 2), 8, host=False), searched(batch=4096)
-    slow = searched(PRESETS["llama-8b"], clusters.preset("8xa10", 2), 8, precision="bf16", host=False)
-    assert same.search.too_large[0].title in {estimate.plan.title for estimate in same.estimates}
+    same, huge = (
+        searched(PRESETS["gpt-3.8b"], clusters.preset("p3.16xlarge", 2), 8, host=False),
+        searched(batch=4096),
+    )
+    slow = searched(
+        PRESETS["llama-8b"],
+        clusters.preset("8xa10", 2),
+        8,
+        precision="bf16",
+        host=False,
+    )
+    assert same.search.too_large[0].title in {
+        estimate.plan.title for estimate in same.estimates
+    }
     assert huge.cost.gpu_bytes(huge.search.too_large[0]) > 500 * GIB
     for found in (same, huge, slow):
-        name, rate, need = re.findall(r"^- (.+) \((.+) sam.+ needs ([\d.]+) GiB", rejections(found), re.MULTILINE)[0]
-        assert name not in {estimate.plan.title for estimate in found.estimates} and float(need) < 185
+        name, rate, need = re.findall(
+            r"^- (.+) \((.+) sam.+ needs ([\d.]+) GiB", rejections(found), re.MULTILINE
+        )[0]
+        assert (
+            name not in {estimate.plan.title for estimate in found.estimates}
+            and float(need) < 185
+        )
         assert float(rate) > min(estimate.throughput for estimate in found.estimates)
 
 
 def test_faster_plans_that_may_fit_are_told_and_never_first():
-    """Their certain bytes fit, and the estimate is at most a tenth of the GPU's memory above what is allowed."""
+    """Their certain bytes fit, and the estimate is at most a tenth of the GPU's memory
+    above what is allowed."""
     found = searched(LARGER, replace(P3, gpus_per_server=4), 32)
     (estimate,), cost = found.tight, found.cost
-    assert cost.on(cost.cluster, spare=-TIGHT).fits(estimate.plan) and not cost.fits(estimate.plan)
+    assert cost.on(cost.cluster, spare=-TIGHT).fits(estimate.plan) and not cost.fits(
+        estimate.plan
+    )
     assert estimate.throughput > found.estimates[0].throughput and estimate.headroom < 0
-    assert all(stage.certain <= room for stage, room in zip(estimate.memory, estimate.capacities))
-    for words in (f"tight  {estimate.plan.schedule_name}", "tight: faster, and at most 10 % above"):
+    assert all(
+        stage.certain <= room
+        for stage, room in zip(estimate.memory, estimate.capacities)
+    )
+    for words in (
+        f"tight  {estimate.plan.schedule_name}",
+        "tight: faster, and at most 10 % above",
+    ):
         assert f"\n{words}" in table(found)
     assert as_json(found)["tight"][0]["name"] == estimate.plan.title
 
 
-# --- nothing fits ----------------------------------------------------------------------------------------------------
+# --- nothing fits
+# --------------------------------------------------------------------------------------
 
 
-def failed(model, cluster, space: Space, precision: str = "fp16") -> tuple[str, Cost, Search]:
+def failed(
+    model, cluster, space: Space, precision: str = "fp16"
+) -> tuple[str, Cost, Search]:
     cost = Cost(model, cluster, precision)
     search = Search(cost, space)
     assert not list(search)
@@ -216,41 +349,82 @@ def test_where_nothing_fits_the_memory_and_the_servers_that_are_named_suffice():
     text, cost, search = failed(model, P3, space)
     plan = min(search.too_large, key=cost.gpu_bytes)
     need, allowed = cost.memory.heaviest(plan) / GIB, cost.allowed(plan) / GIB
-    assert f"needs {need:.2f} GiB on its heaviest stage (ESTIMATED), and {allowed:.2f} GiB of 15.8 GiB" in text
+    assert (
+        f"needs {need:.2f} GiB on its heaviest stage (ESTIMATED), and {allowed:.2f} GiB of 15.8 GiB"
+        in text
+    )
     memory = float(re.search(r"GPUs of ([\d.]+) GiB or more", text)[1])
     for gib, fits in ((memory, True), (memory - 0.1, False)):
-        larger = Cost(model, replace(P3, device=replace(P3.device, memory_gib=gib)), "fp16")
+        larger = Cost(
+            model, replace(P3, device=replace(P3.device, memory_gib=gib)), "fp16"
+        )
         assert any(map(larger.fits, search.too_large)) == fits
     servers = int(re.search(r"or (\d+) servers", text)[1])
     for number, fits in ((servers, True), (servers // 2, False)):
-        assert (left_out._fitting(Cost(model, replace(P3, servers=number), "fp16"), space) is not None) == fits
+        assert (
+            left_out._fitting(Cost(model, replace(P3, servers=number), "fp16"), space)
+            is not None
+        ) == fits
     plan = left_out._fitting(Cost(model, replace(P3, servers=servers), "fp16"), space)
     assert plan.title in text and plan.microbatches >= plan.depth
-    assert clusters.GPUS[re.search(r"or more, such as ([^;]+);", text)[1]].memory_gib >= memory
-    assert "GiB or more" not in failed(PRESETS["gpt-175b"], P3, space)[0]  # no GPU has that much
-    assert "servers" not in failed(model, P3, Space(1))[0]  # only one microbatch on sixteen stages would fit
+    assert (
+        clusters.GPUS[re.search(r"or more, such as ([^;]+);", text)[1]].memory_gib
+        >= memory
+    )
+    # no GPU has that much
+    assert "GiB or more" not in failed(PRESETS["gpt-175b"], P3, space)[0]
+    # only one microbatch on sixteen stages would fit
+    assert "servers" not in failed(model, P3, Space(1))[0]
 
 
 def test_where_nothing_is_legal_the_causes_are_reported():
     text, _, search = failed(GPT, P3, Space(2, depth=(1,), tensor=(1,)))
-    assert text.startswith("No plan is legal on 8 GPUs with a global batch of 2: ") and search.rejected
+    assert (
+        text.startswith("No plan is legal on 8 GPUs with a global batch of 2: ")
+        and search.rejected
+    )
     assert "the global batch is smaller than the data-parallel size" in text
 
 
-# --- evidence and JSON -----------------------------------------------------------------------------------------------
+# --- evidence and JSON
+# --------------------------------------------------------------------------------------
 
 
 def profiled():
-    shape = {field.name: getattr(GPT, field.name) for field in fields(Profile) if hasattr(GPT, field.name)}
+    shape = {
+        field.name: getattr(GPT, field.name)
+        for field in fields(Profile)
+        if hasattr(GPT, field.name)
+    }
     points = (BlockTime(1, 1e-3, 2e-3),)
-    step = {"optimizer": "Megatron's with apex's FusedAdam", "optimizer_seconds_per_parameter": 1e-10}
+    step = {
+        "optimizer": "Megatron's with apex's FusedAdam",
+        "optimizer_seconds_per_parameter": 1e-10,
+    }
     made = {"threads": 1, "made_with": "by hand"}
-    return replace(P3, profile=Profile("a GPU", "fp16", "gpt", **shape, blocks=points, output=points, **step, **made))
+    return replace(
+        P3,
+        profile=Profile(
+            "a GPU",
+            "fp16",
+            "gpt",
+            **shape,
+            blocks=points,
+            output=points,
+            **step,
+            **made,
+        ),
+    )
 
 
 def measured(cluster, *links: bool):
     given = zip(("inside", "between"), links)
-    return replace(cluster, **{name: replace(getattr(cluster, name), measured=flag) for name, flag in given})
+    return replace(
+        cluster,
+        **{
+            name: replace(getattr(cluster, name), measured=flag) for name, flag in given
+        },
+    )
 
 
 @pytest.mark.parametrize(
@@ -265,11 +439,21 @@ def measured(cluster, *links: bool):
 def test_every_term_says_whether_it_was_measured(cluster, found):
     cost = Cost(GPT, cluster, "fp16")
     tags = {term: tag for term, (tag, _) in terms(cost).items()}
-    assert tags == {term: MEASURED if term in found else ESTIMATED for term in (*TERMS, "memory")}
-    lines = [re.match(r"- ([a-z, ]+): (\w+), ", line) for line in evidence(cost).splitlines() if line[0] == "-"]
+    assert tags == {
+        term: MEASURED if term in found else ESTIMATED for term in (*TERMS, "memory")
+    }
+    lines = [
+        re.match(r"- ([a-z, ]+): (\w+), ", line)
+        for line in evidence(cost).splitlines()
+        if line[0] == "-"
+    ]
     assert {term: line[2] for line in lines for term in line[1].split(", ")} == tags
     space = Space(64)
-    text = table(Result(cost, space, [cost.estimate(Plan(1, 2, 4, 8, 2))], Search(cost, space), 0.0))
+    text = table(
+        Result(
+            cost, space, [cost.estimate(Plan(1, 2, 4, 8, 2))], Search(cost, space), 0.0
+        )
+    )
     for term, tag in tags.items():
         assert re.search(rf"{tag}: [a-z, ]*\b{term}\b", text)
 
@@ -277,19 +461,46 @@ def test_every_term_says_whether_it_was_measured(cluster, found):
 def test_the_json_is_plain_and_whole(result):
     written = as_json(result)
     assert json.loads(json.dumps(written, allow_nan=False)) == written
-    assert written["model"] == asdict(result.cost.model) and written["cluster"]["device"]["name"] == "V100-16GB"
-    assert (written["precision"], written["margin"], written["search_seconds"]) == ("fp16", result.cost.margin, 0.25)
-    assert written["space"]["batch"] == result.space.batch and written["examined"] == result.search.examined
+    assert (
+        written["model"] == asdict(result.cost.model)
+        and written["cluster"]["device"]["name"] == "V100-16GB"
+    )
+    assert (written["precision"], written["margin"], written["search_seconds"]) == (
+        "fp16",
+        result.cost.margin,
+        0.25,
+    )
+    assert (
+        written["space"]["batch"] == result.space.batch
+        and written["examined"] == result.search.examined
+    )
     assert written["rejected"] == dict(result.search.rejected)
     assert json.dumps(as_json(searched(cluster=profiled(), count=1)), allow_nan=False)
     assert written["too_large"]["count"] == len(result.search.too_large)
-    assert set(written["evidence"]) == {*TERMS, "memory"} and written["caveat"] == CAVEAT
+    assert (
+        set(written["evidence"]) == {*TERMS, "memory"} and written["caveat"] == CAVEAT
+    )
     for plan, estimate in zip(written["plans"], result.estimates, strict=True):
         names = [field.name for field in fields(Plan)]
-        given = {name: tuple(plan[name]) if isinstance(plan[name], list) else plan[name] for name in names}
+        given = {
+            name: tuple(plan[name]) if isinstance(plan[name], list) else plan[name]
+            for name in names
+        }
         assert Plan(**given) == estimate.plan
-        assert (plan["seconds"], plan["samples_per_second"]) == (estimate.seconds, estimate.throughput)
-        assert plan["tokens_per_second"] == pytest.approx(estimate.throughput * result.cost.model.sequence)
-        assert plan["split"] == asdict(estimate.split) and plan["flags"] == estimate.plan.flags("fp16")
-        assert [stage["total"] for stage in plan["memory"]] == [stage.total for stage in estimate.memory]
-        assert (plan["global_batch"], plan["headroom"]) == (estimate.plan.global_batch, estimate.headroom)
+        assert (plan["seconds"], plan["samples_per_second"]) == (
+            estimate.seconds,
+            estimate.throughput,
+        )
+        assert plan["tokens_per_second"] == pytest.approx(
+            estimate.throughput * result.cost.model.sequence
+        )
+        assert plan["split"] == asdict(estimate.split) and plan[
+            "flags"
+        ] == estimate.plan.flags("fp16")
+        assert [stage["total"] for stage in plan["memory"]] == [
+            stage.total for stage in estimate.memory
+        ]
+        assert (plan["global_batch"], plan["headroom"]) == (
+            estimate.plan.global_batch,
+            estimate.headroom,
+        )

@@ -1,5 +1,5 @@
-"""The scripts that start a plan: bash reads them, torchrun and Megatron's parser take their words, and they are the
-plan's."""
+"""The scripts that start a plan: bash reads them, torchrun and Megatron's parser take
+their words, and they are the plan's."""
 
 from __future__ import annotations
 
@@ -24,22 +24,50 @@ GPT = PRESETS["gpt-355m"]
 P3 = clusters.preset("p3.16xlarge", 1)
 H100 = clusters.preset("dgx-h100", 2)
 LINE = Plan(1, 4, 2, 4, 8, extrapolate=True)
-SQUARE = Plan(2, 4, 2, 1, 8, recompute="full", distributed_optimizer=True, pipeline_inside=True, sequence_parallel=True)
+SQUARE = Plan(
+    2,
+    4,
+    2,
+    1,
+    8,
+    recompute="full",
+    distributed_optimizer=True,
+    pipeline_inside=True,
+    sequence_parallel=True,
+)
 # What every job asks Slurm for. Slurm signals the script 120 s before the time limit.
-SBATCH = "--ntasks-per-node=1 --exclusive --time=24:00:00 --signal=B:TERM@120 --requeue --open-mode=append".split()
+SBATCH = (
+    "--ntasks-per-node=1 --exclusive --time=24:00:00 --signal=B:TERM@120 --requeue "
+    "--open-mode=append"
+).split()
 SBATCH.append("--output=%x-%j.log")
 # Prints the words that it is given, a line each.
 STUB = '#!/bin/bash\nprintf "%s\\n" "$0" "$@" > words\n'
 
 CASES = [
     pytest.param(LINE, GPT, P3, "fp16", id="gpt"),
-    pytest.param(replace(LINE, schedule="megatron", virtual=3, extrapolate=False), GPT, P3, "bf16", id="interleaved"),
-    pytest.param(replace(SQUARE, schedule="pipedream-flush"), GPT, H100, "fp32", id="flush, tensor"),
+    pytest.param(
+        replace(LINE, schedule="megatron", virtual=3, extrapolate=False),
+        GPT,
+        P3,
+        "bf16",
+        id="interleaved",
+    ),
+    pytest.param(
+        replace(SQUARE, schedule="pipedream-flush"),
+        GPT,
+        H100,
+        "fp32",
+        id="flush, tensor",
+    ),
 ]
 
 
-def run(text: str, folder: Path, *flags: str, stub: str = STUB, **environment: str) -> subprocess.CompletedProcess:
-    """The script under bash, where torchrun and Slurm's tools only write down what they are given."""
+def run(
+    text: str, folder: Path, *flags: str, stub: str = STUB, **environment: str
+) -> subprocess.CompletedProcess:
+    """The script under bash, where torchrun and Slurm's tools only write down what they
+    are given."""
     for name in ("torchrun", "srun"):
         (folder / name).write_text(stub)
     (folder / "scontrol").write_text("#!/bin/bash\nprintf 'node-a\\nnode-b\\n'\n")
@@ -50,29 +78,43 @@ def run(text: str, folder: Path, *flags: str, stub: str = STUB, **environment: s
     kept = {name: value for name, value in os.environ.items() if name == "HOME"}
     variables = kept | {"PATH": f"{folder}:{os.environ['PATH']}"} | environment
     command = ["bash", "script", *flags]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=variables)
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, env=variables
+    )
 
 
-def words_of(text: str, folder: Path, *flags: str, **environment: str) -> tuple[list[str], list[str]]:
+def words_of(
+    text: str, folder: Path, *flags: str, **environment: str
+) -> tuple[list[str], list[str]]:
     """(torchrun's own options, the entry script and the words behind it)."""
     done = run(text, folder, *flags, **environment)
     assert done.returncode == 0, done.stderr
     command, *words = (folder / "words").read_text().splitlines()
     if command.endswith("srun"):
-        words = words[next(at for at, word in enumerate(words) if word.endswith("node.sh")) + 3 :]
-    at = next(at for at, word in enumerate(words) if word == "-m" or word.endswith(".py"))
+        words = words[
+            next(at for at, word in enumerate(words) if word.endswith("node.sh")) + 3 :
+        ]
+    at = next(
+        at for at, word in enumerate(words) if word == "-m" or word.endswith(".py")
+    )
     return words[:at], words[at + (words[at] == "-m") :]
 
 
 NODE = {"NODE_RANK": "1", "MASTER_ADDR": "first"}
 SLURM = {"SLURM_JOB_ID": "71234", "SLURM_JOB_NAME": "job", "SLURM_JOB_NUM_NODES": "2"}
-SLURM |= {"SLURM_JOB_NODELIST": "node-[a-b]", "MEGATRON_2BW": str(ROOT), "PYTHON": sys.executable}
+SLURM |= {
+    "SLURM_JOB_NODELIST": "node-[a-b]",
+    "MEGATRON_2BW": str(ROOT),
+    "PYTHON": sys.executable,
+}
 
 
 KIND = pytest.mark.parametrize("kind", ["run.sh", "job.sbatch"])
 
 
-def written(kind: str, plan=LINE, model=GPT, cluster=P3, precision="fp16", name="job") -> tuple[str, dict[str, str]]:
+def written(
+    kind: str, plan=LINE, model=GPT, cluster=P3, precision="fp16", name="job"
+) -> tuple[str, dict[str, str]]:
     """The script of a plan, and the environment in which it runs here."""
     cost = Cost(model, cluster, precision)
     if kind == "run.sh":
@@ -82,16 +124,23 @@ def written(kind: str, plan=LINE, model=GPT, cluster=P3, precision="fp16", name=
 
 @pytest.mark.parametrize("plan, model, cluster, precision", CASES)
 @KIND
-def test_megatrons_parser_and_this_projects_checks_read_the_plan(kind, plan, model, cluster, precision, tmp_path):
+def test_megatrons_parser_and_this_projects_checks_read_the_plan(
+    kind, plan, model, cluster, precision, tmp_path
+):
     text, variables = written(kind, plan, model, cluster, precision)
     _, (script, *words) = words_of(text, tmp_path, "--lr", "1e-3", **variables)
     flags, at = [*model.flags(), *plan.flags(precision)], words.index("--num-layers")
-    assert words[at : at + len(flags)] == flags  # test_planner_legality.py reads them back
-    assert script == ("pretrain_gpt_2bw" if kind == "run.sh" else f"{ROOT}/pretrain_gpt_2bw.py")
+    # test_planner_legality.py reads them back
+    assert words[at : at + len(flags)] == flags
+    assert script == (
+        "pretrain_gpt_2bw" if kind == "run.sh" else f"{ROOT}/pretrain_gpt_2bw.py"
+    )
     args = parsed([*words, "--device", "cuda"], plan.gpus)
     assert (args.vocab_size, args.mock_data, args.lr) == (model.vocab, True, 1e-3)
     saved = str(tmp_path / "checkpoints" / "job") if kind == "job.sbatch" else None
-    assert args.save == args.load == saved and args.exit_signal_handler == (kind == "job.sbatch")
+    assert args.save == args.load == saved and args.exit_signal_handler == (
+        kind == "job.sbatch"
+    )
     assert args.two_bw_correction == ("auto" if plan.extrapolate else "none")
 
 
@@ -103,40 +152,79 @@ def options(words: list[str]):
 
 
 def test_torchrun_takes_the_options(tmp_path):
-    words, _ = words_of(written("run.sh", SQUARE, GPT, H100, "bf16")[0], tmp_path, **NODE)
+    words, _ = words_of(
+        written("run.sh", SQUARE, GPT, H100, "bf16")[0], tmp_path, **NODE
+    )
     seen = options(words)
     assert (seen.nnodes, seen.nproc_per_node, seen.node_rank) == ("2", "8", 1)
     assert (seen.master_addr, seen.master_port) == ("first", 29500)
     words, _ = words_of(written("run.sh")[0], tmp_path, MASTER_PORT="1234")
     seen = options(words)
-    assert (seen.nnodes, seen.node_rank, seen.master_addr, seen.master_port) == ("1", 0, "localhost", 1234)
+    assert (seen.nnodes, seen.node_rank, seen.master_addr, seen.master_port) == (
+        "1",
+        0,
+        "localhost",
+        1234,
+    )
 
 
 def test_torchrun_takes_the_options_of_the_job(tmp_path):
-    words, _ = words_of(written("job.sbatch", SQUARE, GPT, H100, "bf16")[0], tmp_path, **SLURM)
+    words, _ = words_of(
+        written("job.sbatch", SQUARE, GPT, H100, "bf16")[0], tmp_path, **SLURM
+    )
     seen = options(words)
-    assert (seen.nnodes, seen.nproc_per_node, seen.rdzv_backend, seen.rdzv_id) == ("2", "8", "c10d", "71234-0")
-    assert seen.rdzv_endpoint == f"node-a:{20000 + 71234 % 10000}" and seen.max_restarts > 0
-    # What saves must have ended before Slurm kills, and torchrun must not kill it long before that.
-    (notice,) = (int(option.partition("@")[2]) for option in SBATCH if option.startswith("--signal=B:TERM@"))
+    assert (seen.nnodes, seen.nproc_per_node, seen.rdzv_backend, seen.rdzv_id) == (
+        "2",
+        "8",
+        "c10d",
+        "71234-0",
+    )
+    assert (
+        seen.rdzv_endpoint == f"node-a:{20000 + 71234 % 10000}"
+        and seen.max_restarts > 0
+    )
+    # What saves must have ended before Slurm kills, and torchrun must not kill it long
+    # before that.
+    (notice,) = (
+        int(option.partition("@")[2])
+        for option in SBATCH
+        if option.startswith("--signal=B:TERM@")
+    )
     words = (tmp_path / "words").read_text().splitlines()
-    assert 30 < int(words[words.index(f"{ROOT}/megatron_2bw/slurm/node.sh") + 2]) < notice
+    assert (
+        30 < int(words[words.index(f"{ROOT}/megatron_2bw/slurm/node.sh") + 2]) < notice
+    )
     status = json.loads((tmp_path / "logs" / "job-71234" / "status.json").read_text())
     assert [entry["status"] for entry in status["history"]] == ["running", "completed"]
 
 
-@pytest.mark.parametrize("waits", [True, False], ids=["torchrun that waits", "older torchrun"])
+@pytest.mark.parametrize(
+    "waits", [True, False], ids=["torchrun that waits", "older torchrun"]
+)
 def test_only_a_torchrun_that_can_wait_is_given_the_seconds_to_save(waits, tmp_path):
     torchrun = tmp_path / "torch" / "distributed" / "run.py"
     torchrun.parent.mkdir(parents=True)
-    torchrun.write_text(f"import sys; print(sys.argv[1:])  # {'--shutdown-timeout' if waits else ''}")
+    torchrun.write_text(
+        f"import sys; print(sys.argv[1:])  # {'--shutdown-timeout' if waits else ''}"
+    )
     for folder in (tmp_path / "torch", torchrun.parent):
         (folder / "__init__.py").touch()
-    command = ["bash", ROOT / "megatron_2bw" / "slurm" / "node.sh", sys.executable, "77", "--max-restarts", "1"]
+    command = [
+        "bash",
+        ROOT / "megatron_2bw" / "slurm" / "node.sh",
+        sys.executable,
+        "77",
+        "--max-restarts",
+        "1",
+    ]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment
+    )
     seconds = ["--shutdown-timeout", "77"] if waits else []
-    assert done.returncode == 0 and done.stdout == f"{[*seconds, '--max-restarts', '1']}\n", done.stderr
+    assert (
+        done.returncode == 0 and done.stdout == f"{[*seconds, '--max-restarts', '1']}\n"
+    ), done.stderr
     assert waits != ("30 s after a signal; SHUTDOWN has no effect" in done.stderr)
 
 
@@ -144,25 +232,45 @@ def test_only_a_torchrun_that_can_wait_is_given_the_seconds_to_save(waits, tmp_p
 def test_on_several_servers_each_must_know_its_number_and_the_first(missing, tmp_path):
     given = {name: value for name, value in NODE.items() if name != missing}
     done = run(written("run.sh", SQUARE, GPT, H100, "bf16")[0], tmp_path, **given)
-    assert done.returncode != 0 and missing in done.stderr and not (tmp_path / "words").exists()
+    assert (
+        done.returncode != 0
+        and missing in done.stderr
+        and not (tmp_path / "words").exists()
+    )
 
 
 @KIND
 def test_data_args_are_split_as_by_a_shell(kind, tmp_path):
     text, variables = written(kind)
-    _, words = words_of(text, tmp_path, DATA_ARGS="--data-path 'my text' \n \"b c\" --x a\\ b $(c) ", **variables)
-    assert words[-6:] == ["--data-path", "my text", "b c", "--x", "a b", "$(c)"] and "--mock-data" not in words
+    _, words = words_of(
+        text,
+        tmp_path,
+        DATA_ARGS="--data-path 'my text' \n \"b c\" --x a\\ b $(c) ",
+        **variables,
+    )
+    assert (
+        words[-6:] == ["--data-path", "my text", "b c", "--x", "a b", "$(c)"]
+        and "--mock-data" not in words
+    )
     assert "--mock-data" in words_of(text, tmp_path, DATA_ARGS=" \n", **variables)[1]
     (tmp_path / "words").unlink()
     done = run(text, tmp_path, DATA_ARGS="--data-path 'a", **variables)
-    assert done.returncode == 2 and not (tmp_path / "words").exists() and "DATA_ARGS" in done.stderr
+    assert (
+        done.returncode == 2
+        and not (tmp_path / "words").exists()
+        and "DATA_ARGS" in done.stderr
+    )
 
 
 def test_slurm_reads_its_options_before_the_first_command():
     text, _ = written("job.sbatch", SQUARE, GPT, H100, "bf16", "my model/2")
     lines = text.splitlines()
-    asked = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
-    commands = [number for number, line in enumerate(lines) if line and not line.startswith("#")]
+    asked = [
+        line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")
+    ]
+    commands = [
+        number for number, line in enumerate(lines) if line and not line.startswith("#")
+    ]
     assert lines.index(f"#SBATCH {asked[-1]}") < commands[0]
     for option in ("--job-name=my-model-2", "--nodes=2", "--gpus-per-node=8", *SBATCH):
         assert option in asked
@@ -175,7 +283,14 @@ def test_run_sh_uses_a_clone_and_saves_to_a_folder_that_are_named(tmp_path):
     interval = training.save_interval(Cost(GPT, P3, "fp16").seconds(LINE))
     _, words = words_of(text, tmp_path, CHECKPOINTS="my folder", MEGATRON_2BW="a clone")
     assert words[0] == "a clone/pretrain_gpt_2bw.py"
-    assert words[-6:] == ["--save", "my folder", "--load", "my folder", "--save-interval", f"{interval}"]
+    assert words[-6:] == [
+        "--save",
+        "my folder",
+        "--load",
+        "my folder",
+        "--save-interval",
+        f"{interval}",
+    ]
     assert "--save" not in words_of(text, tmp_path)[1]
 
 
@@ -190,6 +305,14 @@ def test_run_sh_uses_a_clone_and_saves_to_a_folder_that_are_named(tmp_path):
 )
 def test_a_job_saves_at_one_interval(flags, changes, interval, tmp_path):
     _, words = words_of(written("job.sbatch")[0], tmp_path, *flags, **SLURM | changes)
-    given = [word for at, word in enumerate(" ".join(words).replace("=", " ").split()) if words]
-    values = [after for word, after in zip(given, given[1:]) if word == "--save-interval"]
-    assert values == [interval or str(training.save_interval(Cost(GPT, P3, "fp16").seconds(LINE)))]
+    given = [
+        word
+        for at, word in enumerate(" ".join(words).replace("=", " ").split())
+        if words
+    ]
+    values = [
+        after for word, after in zip(given, given[1:]) if word == "--save-interval"
+    ]
+    assert values == [
+        interval or str(training.save_interval(Cost(GPT, P3, "fp16").seconds(LINE)))
+    ]

@@ -1,4 +1,5 @@
-"""The planner's rules against Megatron's own parser, configuration, split of layers, and interleaved schedule."""
+"""The planner's rules against Megatron's own parser, configuration, split of layers,
+and interleaved schedule."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def stop(message: str):
 
 @pytest.fixture(scope="module", autouse=True)
 def on_a_gpu_host():
-    """Megatron looks for CUDA when it is imported and while it checks: the CPU answers. The flags are a GPU run's."""
+    """Megatron looks for CUDA when it is imported and while it checks: the CPU answers.
+    The flags are a GPU run's."""
     was_installed = cpu.installed()
     cpu.install()
     import megatron.training.arguments  # noqa: F401
@@ -45,17 +47,21 @@ def on_a_gpu_host():
         cpu.uninstall()
 
 
-# --- rules ------------------------------------------------------------------------------------------------------------
+# --- rules
+# --------------------------------------------------------------------------------------
 
 GPT = PRESETS["gpt-1.3b"]  # 24 layers, 16 heads, sequence 512
 LEGAL = Plan(tensor=2, depth=4, width=2, microbatch=1, microbatches=8)
 
 
-# One case of a kind of rule: changes of a legal plan, its model and what it runs on, with which the rule is the first
-# that is broken, by the begin of its cause.
+# One case of a kind of rule: changes of a legal plan, its model and what it runs on,
+# with which the rule is the first that is broken, by the begin of its cause.
 CASES = [
     ("the sizes do not use every GPU", dict(width=1)),
-    ("--tensor-model-parallel-size does not divide --num-att", dict(heads=18, groups=2, head_size=64, tensor=4)),
+    (
+        "--tensor-model-parallel-size does not divide --num-att",
+        dict(heads=18, groups=2, head_size=64, tensor=4),
+    ),
     ("--sequence-parallel of a BERT", dict(kind="bert", sequence_parallel=True)),
     ("--seq-length is no multiple", dict(sequence=510, context=2)),
     ("--expert-model-parallel-size does not", dict(experts=6, expert=4, tensor=1)),
@@ -69,10 +75,21 @@ CASES = [
 
 
 def changed(changes: dict) -> tuple[Plan, Model, int, str, bool]:
-    """What `violations` takes, with these changes, on as many GPUs as the plan needs; on 16 with the width changed."""
-    on_plan, on_model = ({k: v for k, v in changes.items() if hasattr(x, k)} for x in (LEGAL, GPT))
-    plan, host = replace(LEGAL, **on_plan), [changes.get("precision", "bf16"), changes.get("bf16", True)]
-    return plan, replace(GPT, **on_model), 16 if "width" in changes else plan.gpus, *host
+    """What `violations` takes, with these changes, on as many GPUs as the plan needs;
+    on 16 with the width changed."""
+    on_plan, on_model = (
+        {k: v for k, v in changes.items() if hasattr(x, k)} for x in (LEGAL, GPT)
+    )
+    plan, host = (
+        replace(LEGAL, **on_plan),
+        [changes.get("precision", "bf16"), changes.get("bf16", True)],
+    )
+    return (
+        plan,
+        replace(GPT, **on_model),
+        16 if "width" in changes else plan.gpus,
+        *host,
+    )
 
 
 @pytest.mark.parametrize("cause, changes", CASES)
@@ -81,7 +98,8 @@ def test_a_broken_rule_is_the_first_cause(cause, changes):
     assert next(violations(*changed(changes))).startswith(cause)
 
 
-# --- Megatron's parser and checks ------------------------------------------------------------------------------------
+# --- Megatron's parser and checks
+# --------------------------------------------------------------------------------------
 
 RUN = (
     "--mock-data --tokenizer-type NullTokenizer --train-iters 10 --lr 1e-4 --min-lr 1e-5 "
@@ -98,11 +116,18 @@ def parser_of(schedule: str) -> argparse.ArgumentParser:
 
 
 def words_of(plan: Plan, model: Model, precision: str = "bf16") -> list[str]:
-    return [*model.flags(), *plan.flags(precision), *RUN, "--vocab-size", str(model.vocab)]
+    return [
+        *model.flags(),
+        *plan.flags(precision),
+        *RUN,
+        "--vocab-size",
+        str(model.vocab),
+    ]
 
 
 def parsed(argv: list[str], gpus: int, checked: bool = True) -> argparse.Namespace:
-    """The arguments after this project's checks and Megatron's. Stopped, or Megatron's own error, if one refuses."""
+    """The arguments after this project's checks and Megatron's. Stopped, or Megatron's
+    own error, if one refuses."""
     from megatron.training.arguments import validate_args
 
     args = parser_of(argv[argv.index("--pipeline-schedule") + 1]).parse_args(argv)
@@ -111,23 +136,47 @@ def parsed(argv: list[str], gpus: int, checked: bool = True) -> argparse.Namespa
         check(args, stop)
     with mock.patch.dict(os.environ):
         os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
-        parse_early([*argv, "--dry-run"], stop)  # it sets the variable, for which Megatron asks
+        # it sets the variable, for which Megatron asks
+        parse_early([*argv, "--dry-run"], stop)
         validate_args(args)
     return args
 
 
-# --- round trip ------------------------------------------------------------------------------------------------------
+# --- round trip
+# --------------------------------------------------------------------------------------
 
 LLAMA, BERT = PRESETS["llama-8b"], PRESETS["bert-48"]
 UNTIED = replace(GPT, tied=False)
-QWEN = replace(LLAMA, name="qwen", layers=28, hidden=3584, heads=28, groups=4, ffn=18944, head_size=128, qkv_bias=True)
+QWEN = replace(
+    LLAMA,
+    name="qwen",
+    layers=28,
+    hidden=3584,
+    heads=28,
+    groups=4,
+    ffn=18944,
+    head_size=128,
+    qkv_bias=True,
+)
 WIDE = replace(GPT, name="wide heads", head_size=256)
 
 
-def case(model: Model, tensor: int, depth: int, width: int, microbatches: int, precision: str = "bf16", **fields):
+def case(
+    model: Model,
+    tensor: int,
+    depth: int,
+    width: int,
+    microbatches: int,
+    precision: str = "bf16",
+    **fields,
+):
     fields = {"sequence_parallel": tensor in (4, 8)} | fields
-    plan = Plan(tensor, depth, width, fields.pop("microbatch", 1), microbatches, **fields)
-    name = f"{model.name} {plan.name} {precision} " + " ".join(f"{key}={value}" for key, value in fields.items())
+    plan = Plan(
+        tensor, depth, width, fields.pop("microbatch", 1), microbatches, **fields
+    )
+    name = f"{model.name} {plan.name} {precision} " + " ".join(
+        f"{key}={value}" for key, value in fields.items()
+    )
     return pytest.param(plan, model, precision, id=name)
 
 
@@ -135,11 +184,31 @@ ROUND_TRIP = [
     case(GPT, 1, 4, 2, 10, extra_warmup=(2, 2, 2)),
     case(GPT, 1, 4, 2, 8, extrapolate=True, distributed_optimizer=True),
     case(GPT, 1, 4, 2, 8, schedule="gpipe", gpipe_round=3),
-    case(GPT, 2, 4, 2, 16, pipeline_inside=True, gradient_slots=1, distributed_optimizer=True, recompute="full"),
+    case(
+        GPT,
+        2,
+        4,
+        2,
+        16,
+        pipeline_inside=True,
+        gradient_slots=1,
+        distributed_optimizer=True,
+        recompute="full",
+    ),
     case(GPT, 1, 4, 1, 8, first=5, last=7, microbatch=2),
     case(WIDE, 2, 2, 2, 2),
     case(QWEN, 4, 7, 1, 14, "fp16"),
-    case(LLAMA, 4, 2, 1, 3, schedule="gpipe", recompute="full", recompute_layers=16, pipeline_inside=True),
+    case(
+        LLAMA,
+        4,
+        2,
+        1,
+        3,
+        schedule="gpipe",
+        recompute="full",
+        recompute_layers=16,
+        pipeline_inside=True,
+    ),
     case(GPT, 4, 3, 2, 5, "fp16", schedule="no-pipelining", recompute="selective"),
     case(UNTIED, 2, 4, 2, 2, "fp32", schedule="pipedream", recompute="full", first=9),
     case(GPT, 1, 4, 1, 8, schedule="megatron", virtual=2, first=4, last=8),
@@ -157,7 +226,8 @@ def configuration(args: argparse.Namespace):
     """Megatron's configuration of the model, as it makes it from the arguments."""
     from megatron.training.argument_utils import core_transformer_config_from_args
 
-    args.apply_rope_fusion = False  # of Transformer Engine, which need not be installed for this test
+    # of Transformer Engine, which need not be installed for this test
+    args.apply_rope_fusion = False
     return core_transformer_config_from_args(args)
 
 
@@ -165,10 +235,15 @@ def stages_of(config) -> list[int]:
     """Layers that Megatron builds on each stage."""
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
-    chunks, layout = range(config.virtual_pipeline_model_parallel_size or 1), config.pipeline_model_parallel_layout
+    chunks, layout = (
+        range(config.virtual_pipeline_model_parallel_size or 1),
+        config.pipeline_model_parallel_layout,
+    )
     if layout:
         depth = range(config.pipeline_model_parallel_size)
-        return [layout.get_num_layers_to_build(vp_stage=0, pp_rank=stage) for stage in depth]
+        return [
+            layout.get_num_layers_to_build(vp_stage=0, pp_rank=stage) for stage in depth
+        ]
     return [
         sum(get_num_layers_to_build(config, chunk, stage) for chunk in chunks)
         for stage in range(config.pipeline_model_parallel_size)
@@ -183,7 +258,11 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
     recompute = {
         "none": (None, None, None),
         "selective": ("selective", None, None),
-        "full": ("full", "block" if plan.recompute_block else "uniform", plan.recompute_block or plan.recompute_layers),
+        "full": (
+            "full",
+            "block" if plan.recompute_block else "uniform",
+            plan.recompute_block or plan.recompute_layers,
+        ),
     }
     expected = {
         "pipeline_schedule": plan.schedule,
@@ -196,7 +275,9 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
         "global_batch_size": plan.global_batch,
         "decoder_first_pipeline_num_layers": plan.first or None,
         "decoder_last_pipeline_num_layers": plan.last or None,
-        "virtual_pipeline_model_parallel_size": plan.virtual if plan.virtual > 1 else None,
+        "virtual_pipeline_model_parallel_size": plan.virtual
+        if plan.virtual > 1
+        else None,
         "sequence_parallel": plan.sequence_parallel,
         "two_bw_gradient_slots": plan.gradient_slots,
         "two_bw_correction": "auto" if plan.extrapolate else "none",
@@ -207,16 +288,32 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
         "fp16": precision == "fp16",
         "bf16": precision == "bf16",
         "grad_reduce_in_bf16": plan.grad_reduce_in_bf16,
-        "accumulate_allreduce_grads_in_fp32": precision == "bf16" and not plan.grad_reduce_in_bf16,
+        "accumulate_allreduce_grads_in_fp32": precision == "bf16"
+        and not plan.grad_reduce_in_bf16,
         "untie_embeddings_and_output_weights": not model.tied,
         "seq_length": model.sequence,
-    } | dict(zip(("recompute_granularity", "recompute_method", "recompute_num_layers"), recompute[plan.recompute]))
+    } | dict(
+        zip(
+            ("recompute_granularity", "recompute_method", "recompute_num_layers"),
+            recompute[plan.recompute],
+        )
+    )
     assert {name: getattr(args, name) for name in expected} == expected
     config = configuration(args)
     assert stages_of(config) == plan.layers_of(model)
-    assert (config.num_layers, config.hidden_size, config.ffn_hidden_size) == (model.layers, model.hidden, model.ffn)
-    assert (config.num_attention_heads, config.num_query_groups) == (model.heads, model.groups)
-    assert (config.kv_channels, config.gated_linear_unit) == (model.head_size, model.gated)
+    assert (config.num_layers, config.hidden_size, config.ffn_hidden_size) == (
+        model.layers,
+        model.hidden,
+        model.ffn,
+    )
+    assert (config.num_attention_heads, config.num_query_groups) == (
+        model.heads,
+        model.groups,
+    )
+    assert (config.kv_channels, config.gated_linear_unit) == (
+        model.head_size,
+        model.gated,
+    )
 
 
 # Rules of this project's schedules, by the begin of their causes.
@@ -226,28 +323,53 @@ OURS = ("--global-batch-size", "virtual stages only", "pipedream with")
 @st.composite
 def plans(draw) -> tuple[Plan, Model]:
     """Plans and models that are legal about as often as not."""
-    tensor, depth = draw(st.sampled_from((1, 1, 1, 2, 2, 3, 4, 8))), draw(st.integers(1, 6))
+    tensor, depth = (
+        draw(st.sampled_from((1, 1, 1, 2, 2, 3, 4, 8))),
+        draw(st.integers(1, 6)),
+    )
     virtual = draw(st.sampled_from((1, 1, 2, 3))) if depth > 1 else 1
-    first, last = (draw(st.sampled_from((0, 0, 0, 1, 2, 3, 4, 6))) if depth > 1 else 0 for _ in range(2))
+    first, last = (
+        draw(st.sampled_from((0, 0, 0, 1, 2, 3, 4, 6))) if depth > 1 else 0
+        for _ in range(2)
+    )
     layers = draw(
         st.one_of(
             st.integers(1, 24),
             st.integers(1, 4).map(lambda k: max(1, k * virtual * depth)),
-            st.integers(1, 4).map(lambda k: max(1, k * virtual * (depth - (first > 0) - (last > 0)) + first + last)),
+            st.integers(1, 4).map(
+                lambda k: max(
+                    1, k * virtual * (depth - (first > 0) - (last > 0)) + first + last
+                )
+            ),
         )
     )
     groups = draw(st.sampled_from((1, 2, 3, 4, 6, 8)))
     heads = groups * draw(st.sampled_from((4, 8, 1, 2, 3)))
     shape = dict(groups=groups, head_size=draw(st.sampled_from((1, 3, 16, 64))))
-    shape |= dict(ffn=draw(st.sampled_from((384, 384, 384, 384, 100, 97))), tied=draw(st.booleans()))
+    shape |= dict(
+        ffn=draw(st.sampled_from((384, 384, 384, 384, 100, 97))),
+        tied=draw(st.booleans()),
+    )
     schedule = "megatron" if virtual > 1 else draw(st.sampled_from(SCHEDULE_NAMES))
-    microbatches = depth * draw(st.integers(1, 3)) if virtual > 1 else draw(st.integers(1, 12))
-    sizes = tensor, depth, draw(st.integers(1, 3)), draw(st.integers(1, 4)), microbatches
+    microbatches = (
+        depth * draw(st.integers(1, 3)) if virtual > 1 else draw(st.integers(1, 12))
+    )
+    sizes = (
+        tensor,
+        depth,
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 4)),
+        microbatches,
+    )
     choices = dict(virtual=virtual, first=first, last=last, schedule=schedule)
     choices |= dict(sequence_parallel=draw(st.sampled_from((False, True, tensor > 1))))
     choices |= dict(recompute=draw(st.sampled_from(("none", "selective", "full"))))
-    choices |= dict(distributed_optimizer=draw(st.booleans()), pipeline_inside=draw(st.booleans()))
-    return Plan(*sizes, **choices), Model("drawn", layers, 96, heads, sequence=48, **shape)
+    choices |= dict(
+        distributed_optimizer=draw(st.booleans()), pipeline_inside=draw(st.booleans())
+    )
+    return Plan(*sizes, **choices), Model(
+        "drawn", layers, 96, heads, sequence=48, **shape
+    )
 
 
 BOUNDED = settings(
@@ -276,7 +398,12 @@ def test_the_checks_of_the_command_line_accept_every_legal_plan(drawn):
 
 @pytest.mark.parametrize("text, depth", [("E|(tt|)*3L", 5), ("Et*2|t,t|t*2L", 3)])
 def test_layouts_are_read_as_megatron_reads_them(text, depth):
-    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout as Layout
+    from megatron.core.transformer.pipeline_parallel_layer_layout import (
+        PipelineParallelLayerLayout as Layout,
+    )
 
-    read = [Layout(text, depth).get_num_layers_to_build(vp_stage=0, pp_rank=stage) for stage in range(depth)]
+    read = [
+        Layout(text, depth).get_num_layers_to_build(vp_stage=0, pp_rank=stage)
+        for stage in range(depth)
+    ]
     assert [stage.count("t") for stage in layout_stages(text)] == read

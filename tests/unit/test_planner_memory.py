@@ -1,4 +1,5 @@
-"""The planner's bytes: Korthikanti's formulas, Megatron's bytes a parameter, and what no stage may exceed."""
+"""The planner's bytes: Korthikanti's formulas, Megatron's bytes a parameter, and what
+no stage may exceed."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from hypothesis import strategies as st
 
 from megatron_2bw.models.model import Model
 from megatron_2bw.models.plan import Plan
-from megatron_2bw.planner.cost.memory import GROUP, LINK, PAIR, Memory, communicators, layer_activations
+from megatron_2bw.planner.cost.memory import (
+    GROUP,
+    LINK,
+    PAIR,
+    Memory,
+    communicators,
+    layer_activations,
+)
 from megatron_2bw.schedules import B, F, Shape
 from tests.unit.test_planner_search import planned, property_of
 
@@ -25,11 +33,14 @@ def near(number: float):
     return pytest.approx(number, rel=1e-12)
 
 
-# --- activations of a layer (arXiv 2205.05198, section 4) ------------------------------------------------------------
+# --- activations of a layer (arXiv 2205.05198, section 4)
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("t", [1, 2, 8])
-@pytest.mark.parametrize("b, s, h, a", [(1, 512, 1024, 16), (4, 2048, 6144, 64), (3, 128, 256, 8)])
+@pytest.mark.parametrize(
+    "b, s, h, a", [(1, 512, 1024, 16), (4, 2048, 6144, 64), (3, 128, 256, 8)]
+)
 def test_a_layers_activations_are_korthikantis(b, s, h, a, t):
     model = Model("gpt", 4, h, a, sequence=s)
 
@@ -52,7 +63,9 @@ def test_a_layers_activations_by_hand_beyond_the_paper():
     b, s, h, a = 2, 512, 1024, 16
     tokens = b * s
 
-    def kept(model: Model, flash: bool = True, precision: str = "bf16", t: int = 1) -> float:
+    def kept(
+        model: Model, flash: bool = True, precision: str = "bf16", t: int = 1
+    ) -> float:
         return layer_activations(model, b, t, False, flash, precision)
 
     row = 4 * b * s * a  # flash attention keeps one number a row
@@ -60,17 +73,25 @@ def test_a_layers_activations_by_hand_beyond_the_paper():
     assert kept(GPT, t=4) == (10 + 24 / 4) * tokens * h + row / 4
     assert kept(replace(GPT, dropout=False)) == 32 * tokens * h + row  # two masks less
     assert kept(GPT, precision="fp32") == 66 * tokens * h + row  # the masks stay bytes
-    assert kept(GPT, flash=False, precision="fp32") == 66 * tokens * h + 9 * a * s * s * b
-    assert kept(replace(GPT, dropout=False), flash=False) == 32 * tokens * h + 2 * a * s * s * b
-    gated = replace(GPT, gated=True, ffn=2048)  # both halves and their product, instead of two of 4h
+    assert (
+        kept(GPT, flash=False, precision="fp32") == 66 * tokens * h + 9 * a * s * s * b
+    )
+    assert (
+        kept(replace(GPT, dropout=False), flash=False)
+        == 32 * tokens * h + 2 * a * s * s * b
+    )
+    # both halves and their product, instead of two of 4h
+    gated = replace(GPT, gated=True, ffn=2048)
     assert kept(gated) == 34 * tokens * h + row - tokens * 2 * (2 * 4 * h - 3 * 2048)
     grouped = replace(GPT, groups=4)  # keys and values of a quarter of the heads
     assert kept(GPT) - kept(grouped) == tokens * 2 * 2 * (h - h // 4)
 
 
-# --- bytes a parameter -----------------------------------------------------------------------------------------------
+# --- bytes a parameter
+# --------------------------------------------------------------------------------------
 
-# Megatron's docs/dist_optimizer.md; with 2bw a version more and, with two slots, a slot of gradients more.
+# Megatron's docs/dist_optimizer.md; with 2bw a version more and, with two slots, a slot
+# of gradients more.
 TABLE = [
     ("bf16", 18, lambda d: 6 + 12 / d, 2, 4),
     ("fp16", 20, lambda d: 4 + 16 / d, 2, 2),
@@ -78,61 +99,109 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize("precision, whole, sharded, version, slot", TABLE, ids=[row[0] for row in TABLE])
+@pytest.mark.parametrize(
+    "precision, whole, sharded, version, slot", TABLE, ids=[row[0] for row in TABLE]
+)
 def test_bytes_a_parameter(precision, whole, sharded, version, slot):
     memory = Memory(GPT, precision, False)
     assert sum(memory.a_parameter(FLUSH, 1)) == whole
     for d in (1, 2, 8, 64):
-        flush, late = (replace(plan, width=d, distributed_optimizer=True) for plan in (FLUSH, TWO_BW))
+        flush, late = (
+            replace(plan, width=d, distributed_optimizer=True)
+            for plan in (FLUSH, TWO_BW)
+        )
         assert sum(memory.a_parameter(flush, 1)) == pytest.approx(sharded(d), rel=1e-15)
         for slots in (1, 2):
             expected = sharded(d) + version + (slots - 1) * slot
-            assert sum(memory.a_parameter(replace(late, gradient_slots=slots), 2)) == pytest.approx(expected, rel=1e-15)
+            assert sum(
+                memory.a_parameter(replace(late, gradient_slots=slots), 2)
+            ) == pytest.approx(expected, rel=1e-15)
 
 
 def test_gradients_in_16_bits_are_copied_into_32_bits_by_a_step():
-    memory, four = Memory(GPT, "bf16", False), replace(FLUSH, width=4, distributed_optimizer=True)
-    assert memory.a_parameter(four, 1) == (2, 4, 12 / 4)  # (weights, gradients, optimizer)
-    assert memory.a_parameter(replace(four, grad_reduce_in_bf16=True), 1) == (2, 2, 16 / 4)
+    memory, four = (
+        Memory(GPT, "bf16", False),
+        replace(FLUSH, width=4, distributed_optimizer=True),
+    )
+    # (weights, gradients, optimizer)
+    assert memory.a_parameter(four, 1) == (2, 4, 12 / 4)
+    assert memory.a_parameter(replace(four, grad_reduce_in_bf16=True), 1) == (
+        2,
+        2,
+        16 / 4,
+    )
 
 
 def test_extra_warmup_keeps_microbatches_and_messages_of_the_stages_before_the_boundary():
     memory, more = Memory(GPT, "bf16", False), replace(TWO_BW, extra_warmup=(0, 2, 0))
     kept, message = memory.layer(more)[0], 2 * 512 * 1024 * 2
-    for stage, (plain, ahead) in enumerate(zip(memory.stages(TWO_BW), memory.stages(more))):
+    for stage, (plain, ahead) in enumerate(
+        zip(memory.stages(TWO_BW), memory.stages(more))
+    ):
         extra = 2 if stage < 2 else 0
         mask = 2 * 512 * 1024 if stage == 0 else 0
         assert ahead.activations - plain.activations == near(extra * (4 * kept + mask))
         assert ahead.buffers - plain.buffers == (4 * message if stage in (1, 2) else 0)
-        assert (ahead.weights, ahead.gradients, ahead.logits) == (plain.weights, plain.gradients, plain.logits)
+        assert (ahead.weights, ahead.gradients, ahead.logits) == (
+            plain.weights,
+            plain.gradients,
+            plain.logits,
+        )
     assert memory.heaviest(more) == max(stage.total for stage in memory.stages(more))
 
 
 def test_a_round_of_gpipe_keeps_its_microbatches():
-    """On every stage: N layers' activations, N embeddings' masks on the first one, N softmaxes on the last one."""
-    memory, whole = Memory(GPT, "bf16", False), replace(FLUSH, schedule="gpipe", microbatches=8)
+    """On every stage: N layers' activations, N embeddings' masks on the first one, N
+    softmaxes on the last one."""
+    memory, whole = (
+        Memory(GPT, "bf16", False),
+        replace(FLUSH, schedule="gpipe", microbatches=8),
+    )
     few = replace(whole, gpipe_round=3)
-    kept, logits = memory.layer(few)[0], 4 * 2 * 512 * GPT.padded_vocab(1) + 2 * 2 * 2 * 512 * 1024
-    for stage, (all_, three) in enumerate(zip(memory.stages(whole), memory.stages(few))):
+    kept, logits = (
+        memory.layer(few)[0],
+        4 * 2 * 512 * GPT.padded_vocab(1) + 2 * 2 * 2 * 512 * 1024,
+    )
+    for stage, (all_, three) in enumerate(
+        zip(memory.stages(whole), memory.stages(few))
+    ):
         mask = 2 * 512 * 1024 if stage == 0 else 0
         assert all_.activations - three.activations == near(5 * (4 * kept + mask))
         assert all_.logits - three.logits == near(5 * logits if stage == 3 else 0)
-        assert (all_.weights, all_.gradients, all_.optimizer) == (three.weights, three.gradients, three.optimizer)
+        assert (all_.weights, all_.gradients, all_.optimizer) == (
+            three.weights,
+            three.gradients,
+            three.optimizer,
+        )
 
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_the_correction_and_torchs_adam_take_four_bytes_a_parameter_each(distributed):
     plan = replace(TWO_BW, distributed_optimizer=distributed)
-    apex, torch = (Memory(GPT, "bf16", False, torch_adam) for torch_adam in (False, True))
+    apex, torch = (
+        Memory(GPT, "bf16", False, torch_adam) for torch_adam in (False, True)
+    )
     for stage in range(4):
-        more = near(4 * apex.parameters(plan, stage, 4) / (plan.width if distributed else 1))
-        before, after = (apex.stage(replace(plan, extrapolate=flag), stage, 4) for flag in (False, True))
-        assert after.optimizer - before.optimizer == more and after.total - before.total == more
-        assert torch.stage(plan, stage, 4).buffers - before.buffers == more  # during a late step
-    assert torch.stages(FLUSH) == apex.stages(FLUSH)  # its step may take what the activations had, or more
+        more = near(
+            4 * apex.parameters(plan, stage, 4) / (plan.width if distributed else 1)
+        )
+        before, after = (
+            apex.stage(replace(plan, extrapolate=flag), stage, 4)
+            for flag in (False, True)
+        )
+        assert (
+            after.optimizer - before.optimizer == more
+            and after.total - before.total == more
+        )
+        # during a late step
+        assert torch.stage(plan, stage, 4).buffers - before.buffers == more
+    # its step may take what the activations had, or more
+    assert torch.stages(FLUSH) == apex.stages(FLUSH)
     small, last = replace(FLUSH, recompute="full", microbatch=1), FLUSH.depth - 1
     stage, roots = torch.stage(small, last, 4), 4 * torch.parameters(small, last, 4)
-    assert stage.total == near(stage.weights + stage.gradients + stage.optimizer + roots)
+    assert stage.total == near(
+        stage.weights + stage.gradients + stage.optimizer + roots
+    )
 
 
 def test_communicators_by_hand():
@@ -142,38 +211,70 @@ def test_communicators_by_hand():
     assert TWO_BW.depth == 4 and TWO_BW.width > 1
     assert held(0, width=1) == held(3, width=1) == [LINK, LINK, LINK, PAIR]
     assert held(1, width=1) == [*[LINK] * 4, 2 * LINK]
-    assert held(1, width=2) == [*[LINK] * 4, 2 * LINK, PAIR] and held(1, width=8) == [*[LINK] * 4, 2 * LINK, GROUP]
+    assert held(1, width=2) == [*[LINK] * 4, 2 * LINK, PAIR] and held(1, width=8) == [
+        *[LINK] * 4,
+        2 * LINK,
+        GROUP,
+    ]
     assert held(0, depth=1, width=1) == [] and held(0, depth=1, width=4) == [GROUP]
-    assert held(0, schedule="pipedream-flush") == [LINK] * 3 and held(0, schedule="megatron") == []
+    assert (
+        held(0, schedule="pipedream-flush") == [LINK] * 3
+        and held(0, schedule="megatron") == []
+    )
 
 
-# --- a stage ---------------------------------------------------------------------------------------------------------
+# --- a stage
+# --------------------------------------------------------------------------------------
 
 
 def test_a_stage_by_hand():
-    """GPT on 4 stages, 2bw: the second holds 3 microbatches of 4 layers, the last one, with its logits."""
+    """GPT on 4 stages, 2bw: the second holds 3 microbatches of 4 layers, the last one,
+    with its logits."""
     b, s, h, a, v = 2, 512, 1024, 16, 50304
     first, second, _, last = Memory(GPT, "bf16", False).stages(TWO_BW)
     layer = s * b * h * (34 + 5 * a * s / h)
     message = 2 * s * b * h
-    assert second.activations == 3 * 4 * layer + layer / 2  # and the gradients while one layer goes backwards
-    assert first.activations == 4 * 4 * layer + layer / 2 + 4 * s * b * h  # and the mask after the embedding
+    # and the gradients while one layer goes backwards
+    assert second.activations == 3 * 4 * layer + layer / 2
+    # and the mask after the embedding
+    assert first.activations == 4 * 4 * layer + layer / 2 + 4 * s * b * h
     assert last.activations == 4 * layer + layer / 2
     assert (first.logits, second.logits) == (0, 0)
-    # softmax of 4 bytes, computed in place; logits of 2; the inputs of the final norm and of the output layer
+    # softmax of 4 bytes, computed in place; logits of 2; the inputs of the final norm
+    # and of the output layer
     assert last.logits == s * b * v * (4 + 2) + 2 * 2 * s * b * h
-    assert (first.buffers, second.buffers, last.buffers) == (4 * message, 8 * message, 4 * message)
+    assert (first.buffers, second.buffers, last.buffers) == (
+        4 * message,
+        8 * message,
+        4 * message,
+    )
     parameters = 4 * (12 * h * h + 13 * h)
-    assert (second.weights, second.gradients, second.optimizer) == (4 * parameters, 8 * parameters, 12 * parameters)
-    assert first.weights == 4 * (parameters + v * h + s * h) and last.weights == 4 * (parameters + v * h + 2 * h)
+    assert (second.weights, second.gradients, second.optimizer) == (
+        4 * parameters,
+        8 * parameters,
+        12 * parameters,
+    )
+    assert first.weights == 4 * (parameters + v * h + s * h) and last.weights == 4 * (
+        parameters + v * h + 2 * h
+    )
     assert second.total == sum(astuple(second))
 
 
 def test_a_recompute_of_several_layers_keeps_one_input_and_holds_all_of_them():
-    """Of 5 layers, 2 at a time: three inputs a microbatch, two whole layers during the recompute."""
-    memory, plan = Memory(GPT, "bf16", False), Plan(1, 4, 1, 2, 8, "full", first=5, last=5)
-    whole, size = memory.layer(replace(plan, recompute="none"))[0], 2 * 2 * GPT.sequence * GPT.hidden
-    stages = {n: memory.stage(replace(plan, recompute_layers=n), 1, 5).activations for n in (1, 2, 5, 9)}
+    """Of 5 layers, 2 at a time: three inputs a microbatch, two whole layers during the
+    recompute."""
+    memory, plan = (
+        Memory(GPT, "bf16", False),
+        Plan(1, 4, 1, 2, 8, "full", first=5, last=5),
+    )
+    whole, size = (
+        memory.layer(replace(plan, recompute="none"))[0],
+        2 * 2 * GPT.sequence * GPT.hidden,
+    )
+    stages = {
+        n: memory.stage(replace(plan, recompute_layers=n), 1, 5).activations
+        for n in (1, 2, 5, 9)
+    }
     assert stages == {
         1: pytest.approx(3 * 5 * size + 1.5 * whole),
         2: pytest.approx(3 * 3 * size + 2.5 * whole),
@@ -184,54 +285,89 @@ def test_a_recompute_of_several_layers_keeps_one_input_and_holds_all_of_them():
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_megatrons_loss_holds_the_logits_that_are_counted(precision, monkeypatch):
-    """The most bytes at a time of the output layer and the loss of one microbatch, by torch's profiler."""
+    """The most bytes at a time of the output layer and the loss of one microbatch, by
+    torch's profiler."""
     import torch
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)  # one rank
-    tokens, vocab, floats = 128, 8192, {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
-    hidden, words = (torch.randn(size, 2, dtype=floats, requires_grad=True) for size in (tokens, vocab))
+    # one rank
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    tokens, vocab, floats = (
+        128,
+        8192,
+        {"bf16": torch.bfloat16, "fp32": torch.float32}[precision],
+    )
+    hidden, words = (
+        torch.randn(size, 2, dtype=floats, requires_grad=True)
+        for size in (tokens, vocab)
+    )
 
     def loss() -> torch.Tensor:
         logits = torch.nn.functional.linear(hidden.unsqueeze(1), words)
         labels = torch.zeros(tokens, 1, dtype=torch.int64)
         return vocab_parallel_cross_entropy(logits, labels, tp_group=object()).sum()
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         loss().backward()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    events = [
+        event
+        for event in profile.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
+    changes = [
+        event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())
+    ]
     model = Model("gpt", 1, 2, 1, vocab=vocab, sequence=tokens, dropout=False)
-    counted = Memory(model, precision, False).stage(Plan(1, 1, 1, 1, 1, schedule="megatron"), 0, 1).logits
+    counted = (
+        Memory(model, precision, False)
+        .stage(Plan(1, 1, 1, 1, 1, schedule="megatron"), 0, 1)
+        .logits
+    )
     assert max(itertools.accumulate(changes)) == pytest.approx(counted, rel=0.05)
 
 
 def most_kept(plan: Plan, stage: int, chunks: set[int]) -> int:
-    """Counted from the stage's actions: forwards of `chunks` that wait for their backwards, at most."""
+    """Counted from the stage's actions: forwards of `chunks` that wait for their
+    backwards, at most."""
     now, most = 0, 0
-    for action in plan.pipeline.actions(Shape(plan.depth, plan.microbatches, 0, 1), stage, 0):
+    for action in plan.pipeline.actions(
+        Shape(plan.depth, plan.microbatches, 0, 1), stage, 0
+    ):
         now += {F: 1, B: -1}.get(action.kind, 0) * (action.chunk in chunks)
         most = max(most, now)
     return most
 
 
-@pytest.mark.parametrize("depth, virtual, microbatches", [(2, 2, 4), (4, 2, 8), (8, 2, 16), (4, 4, 4), (8, 4, 24)])
-def test_interleaved_stages_keep_what_their_lists_of_actions_keep(depth, virtual, microbatches):
-    """The logits are those of the last chunk alone, the embedding's mask is the first one's."""
+@pytest.mark.parametrize(
+    "depth, virtual, microbatches",
+    [(2, 2, 4), (4, 2, 8), (8, 2, 16), (4, 4, 4), (8, 4, 24)],
+)
+def test_interleaved_stages_keep_what_their_lists_of_actions_keep(
+    depth, virtual, microbatches
+):
+    """The logits are those of the last chunk alone, the embedding's mask is the first
+    one's."""
     plan = Plan(1, depth, 1, 1, microbatches, schedule="megatron", virtual=virtual)
     dropping = Memory(replace(GPT, layers=2 * depth * virtual), "bf16", False)
     memory = Memory(replace(dropping.model, dropout=False), "bf16", False)
     chunks = [most_kept(plan, stage, set(range(virtual))) for stage in range(depth)]
     layer, working = memory.layer(plan)
-    assert [(stage.activations - working) / (2 * layer) for stage in memory.stages(plan)] == chunks
+    assert [
+        (stage.activations - working) / (2 * layer) for stage in memory.stages(plan)
+    ] == chunks
     last, tokens, v, h = most_kept(plan, depth - 1, {virtual - 1}), 512, 50304, 1024
-    assert memory.stages(plan)[-1].logits == tokens * (v * (4 * last + 2) + 4 * h * last)
+    assert memory.stages(plan)[-1].logits == tokens * (
+        v * (4 * last + 2) + 4 * h * last
+    )
     layer, working = dropping.layer(plan)
     mask = dropping.stages(plan)[0].activations - working - chunks[0] * 2 * layer
     assert mask == near(most_kept(plan, 0, {0}) * tokens * h)
 
 
-# --- all stages ------------------------------------------------------------------------------------------------------
+# --- all stages
+# --------------------------------------------------------------------------------------
 
 
 @property_of(200)
@@ -247,18 +383,32 @@ def test_the_heaviest_stage_is_the_heaviest_of_all(case, flash):
 
 def test_some_layers_of_a_stage_are_computed_again():
     model = Model("gpt", 8, 1024, 16, vocab=50304, sequence=512)
-    memory, plan = Memory(model, "bf16", flash=True), Plan(1, 2, 1, 2, 8, recompute="full")
-    one, all_ = (memory.layer(plan.changed(recompute=kind))[0] for kind in ("full", "none"))
-    kept = [memory.stage(plan.changed(recompute_block=block), 0, 4).activations for block in (1, 2, 3, 4)]
-    assert [before - after for before, after in zip(kept, kept[1:])] == pytest.approx([2 * (all_ - one)] * 3)
+    memory, plan = (
+        Memory(model, "bf16", flash=True),
+        Plan(1, 2, 1, 2, 8, recompute="full"),
+    )
+    one, all_ = (
+        memory.layer(plan.changed(recompute=kind))[0] for kind in ("full", "none")
+    )
+    kept = [
+        memory.stage(plan.changed(recompute_block=block), 0, 4).activations
+        for block in (1, 2, 3, 4)
+    ]
+    assert [before - after for before, after in zip(kept, kept[1:])] == pytest.approx(
+        [2 * (all_ - one)] * 3
+    )
     assert kept[3] == memory.stage(plan, 0, 4).activations
 
 
 def test_the_optimizer_in_host_memory():
-    """In bf16: two versions and one gradient slot on the GPU; 4 + 4 + 8 + 2 bytes on the host, by the replicas."""
+    """In bf16: two versions and one gradient slot on the GPU; 4 + 4 + 8 + 2 bytes on
+    the host, by the replicas."""
     plan = Plan(1, 2, 4, 1, 8, host=True, distributed_optimizer=True)
     memory = Memory(GPT, "bf16", flash=True)
     assert memory.a_parameter(plan, 2) == (4, 4, 0)
-    largest = max(memory.parameters(plan, stage, layers) for stage, layers in enumerate(plan.layers_of(GPT)))
+    largest = max(
+        memory.parameters(plan, stage, layers)
+        for stage, layers in enumerate(plan.layers_of(GPT))
+    )
     assert max(memory.host_bytes(plan)) == largest * 18 / 4
     assert max(memory.host_bytes(plan.changed(extrapolate=True))) == largest * 22 / 4

@@ -19,7 +19,9 @@ from megatron_2bw.planner.find.space import Space
 from megatron_2bw.planner.tell.explain import three
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = "".join((DOCS / name).read_text() for name in ("planner.md", "planner_accuracy.md"))
+PAGE = "".join(
+    (DOCS / name).read_text() for name in ("planner.md", "planner_accuracy.md")
+)
 CHECKS = json.loads((DOCS / "bench" / "planner_accuracy.json").read_text())["checks"]
 
 
@@ -30,16 +32,24 @@ def test_the_table_is_of_the_recorded_checks():
 
 
 @pytest.mark.parametrize(
-    "section", [planner_published.zero_bubble_table, planner_published.korthikanti_2022, planner_published.links]
+    "section",
+    [
+        planner_published.zero_bubble_table,
+        planner_published.korthikanti_2022,
+        planner_published.links,
+    ],
 )
 def test_the_recorded_checks_are_those_of_today(section):
     for check in section():
-        assert asdict(check) in CHECKS, "run bench/planner_accuracy.py --json docs/bench/planner_accuracy.json"
+        assert asdict(check) in CHECKS, (
+            "run bench/planner_accuracy.py --json docs/bench/planner_accuracy.json"
+        )
 
 
 def best_plan(cost: Cost, space: Space, rate: float) -> Estimate:
-    """What `plan` recommends. A tie with the fastest is at most TIE and DELAY slower, so if the fastest has `rate`
-    samples/s, slower plans need no search; if the fastest is slower than that, there may be no plan."""
+    """What `plan` recommends. A tie with the fastest is at most TIE and DELAY slower,
+    so if the fastest has `rate` samples/s, slower plans need no search; if the fastest
+    is slower than that, there may be no plan."""
     limit = (1 + TIE) * (1 + DELAY) / rate
     plans, _ = ranked(Search(cost, space, limit=1.001 * limit), 8)
     return cost.estimate(plans[0])
@@ -47,8 +57,23 @@ def best_plan(cost: Cost, space: Space, rate: float) -> Estimate:
 
 def test_the_example_is_the_plan_of_today():
     servers = int(re.search(r"GPUs stay idle: .* \(--servers (\d+) ", PAGE)[1])
-    cost = Cost(model.preset("gpt-2.2b"), cluster.preset("p3.16xlarge", servers), "fp16", spare=SPARE, torch_adam=True)
-    line = next(line.strip() for line in PAGE.splitlines() if line.startswith("    Best: "))
-    best = best_plan(cost, Space(512, extrapolate=True), float(re.search(r"([\d.]+) samples/s", line)[1]))
+    cost = Cost(
+        model.preset("gpt-2.2b"),
+        cluster.preset("p3.16xlarge", servers),
+        "fp16",
+        spare=SPARE,
+        torch_adam=True,
+    )
+    line = next(
+        line.strip() for line in PAGE.splitlines() if line.startswith("    Best: ")
+    )
+    best = best_plan(
+        cost,
+        Space(512, extrapolate=True),
+        float(re.search(r"([\d.]+) samples/s", line)[1]),
+    )
     sizes = f"{best.heaviest / GIB:.2f} GiB of {min(best.capacities) / GIB:.2f} allowed"
-    assert line == f"Best: {best.plan.title}, {three(best.throughput)} samples/s, {sizes} (ESTIMATED)."
+    assert (
+        line
+        == f"Best: {best.plan.title}, {three(best.throughput)} samples/s, {sizes} (ESTIMATED)."
+    )

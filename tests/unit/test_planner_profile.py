@@ -1,4 +1,5 @@
-"""The planner's profile: its file, what it says between the measured sizes, and one real measurement on the CPU."""
+"""The planner's profile: its file, what it says between the measured sizes, and one
+real measurement on the CPU."""
 
 from __future__ import annotations
 
@@ -17,31 +18,68 @@ from megatron_2bw.models.profile import BlockTime, Profile
 from megatron_2bw.planner.measure import blocks as measure
 
 MODEL = Model("tiny", 2, 64, 4, vocab=100, sequence=32)
-TIMES = dict(blocks=(BlockTime(2, 1.0, 2.0), BlockTime(4, 1.5, 3.5), BlockTime(8, 3.5, 7.5)))
-TIMES |= dict(output=(BlockTime(2, 0.25, 0.5),), optimizer_seconds_per_parameter=1e-9, optimizer="Adam")
-SHAPE = dict(hidden=64, heads=4, ffn=256, groups=4, head_size=16, sequence=32, gated=False, dropout=True, vocab=100)
-PROFILE = Profile("cpu", "fp32", "gpt", **SHAPE, **TIMES, threads=1, made_with="by hand", inside=Link(100, 10, 1, True))
+TIMES = dict(
+    blocks=(BlockTime(2, 1.0, 2.0), BlockTime(4, 1.5, 3.5), BlockTime(8, 3.5, 7.5))
+)
+TIMES |= dict(
+    output=(BlockTime(2, 0.25, 0.5),),
+    optimizer_seconds_per_parameter=1e-9,
+    optimizer="Adam",
+)
+SHAPE = dict(
+    hidden=64,
+    heads=4,
+    ffn=256,
+    groups=4,
+    head_size=16,
+    sequence=32,
+    gated=False,
+    dropout=True,
+    vocab=100,
+)
+PROFILE = Profile(
+    "cpu",
+    "fp32",
+    "gpt",
+    **SHAPE,
+    **TIMES,
+    threads=1,
+    made_with="by hand",
+    inside=Link(100, 10, 1, True),
+)
 
 
 def test_round_trip(tmp_path):
     path = tmp_path / "profile.json"
-    for profile in (PROFILE, replace(PROFILE, inside=None, between=Link(2.5, 50.0, measured=True), gated=True)):
+    for profile in (
+        PROFILE,
+        replace(
+            PROFILE, inside=None, between=Link(2.5, 50.0, measured=True), gated=True
+        ),
+    ):
         profile.save(path)
         assert Profile.load(path) == profile
     assert [entry.name for entry in tmp_path.iterdir()] == ["profile.json"]
 
 
 def test_times_of_a_layer():
-    expected = {2: (1.0, 2.0), 3: (1.25, 2.75), 16: (7.5, 15.5), 1: (0.75, 1.25)}  # beyond both ends, on their lines
-    assert {microbatch: pytest.approx(PROFILE.layer(microbatch)) for microbatch in expected} == expected
+    # beyond both ends, on their lines
+    expected = {2: (1.0, 2.0), 3: (1.25, 2.75), 16: (7.5, 15.5), 1: (0.75, 1.25)}
+    assert {
+        microbatch: pytest.approx(PROFILE.layer(microbatch)) for microbatch in expected
+    } == expected
     noisy = replace(PROFILE, blocks=(BlockTime(4, 2.0, 1.0), BlockTime(8, 1.0, 4.0)))
     assert noisy.layer(16) == (1.0, 10.0)  # never less than the last point
-    assert noisy.layer(1) == (2.0, 0.25)  # neither more than the first point nor less than in proportion
+    # neither more than the first point nor less than in proportion
+    assert noisy.layer(1) == (2.0, 0.25)
     assert PROFILE.output_layer(1) == (0.125, 0.25)  # a single point: in proportion
     assert PROFILE.output_layer(8) == (1.0, 2.0)
 
 
-@pytest.mark.parametrize("changes, flag", [({"groups": 2}, "--num-query-groups"), ({"gated": True}, "--swiglu")])
+@pytest.mark.parametrize(
+    "changes, flag",
+    [({"groups": 2}, "--num-query-groups"), ({"gated": True}, "--swiglu")],
+)
 def test_a_profile_fits_layers_of_its_shape(changes, flag):
     assert PROFILE.fits(replace(MODEL, layers=99, vocab=7, tied=False), "fp32") is None
     assert PROFILE.fits(MODEL, "bf16").startswith("--precision")
@@ -68,7 +106,12 @@ def test_a_real_measurement(tmp_path, alone, capsys):
     assert measure.run(options(path, *words), model) == 0
     profile = Profile.load(path)
     assert profile.fits(model, "fp32") is None
-    assert (profile.device, profile.vocab, profile.architecture, profile.threads) == ("cpu", 1000, "gpt", 1)
+    assert (profile.device, profile.vocab, profile.architecture, profile.threads) == (
+        "cpu",
+        1000,
+        "gpt",
+        1,
+    )
     assert profile.inside is None and profile.between is None
     assert profile.optimizer == "Megatron's FP32Optimizer with torch's AdamW"
     assert profile.optimizer_seconds_per_parameter > 0
@@ -78,11 +121,16 @@ def test_a_real_measurement(tmp_path, alone, capsys):
         assert small.forward > 0 and small.backward > 0
         assert small.forward + small.backward < large.forward + large.backward
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.endswith("MEASURED") for line in lines) == 5 and lines[-1] == f"wrote {path}"
+    assert (
+        sum(line.endswith("MEASURED") for line in lines) == 5
+        and lines[-1] == f"wrote {path}"
+    )
     assert not cpu.installed() and not dist.is_initialized()
 
 
-def test_a_microbatch_that_exceeds_the_memory_is_omitted(tmp_path, alone, capsys, monkeypatch):
+def test_a_microbatch_that_exceeds_the_memory_is_omitted(
+    tmp_path, alone, capsys, monkeypatch
+):
     passes = measure._passes
 
     def full(stage, model, size, device):
@@ -91,7 +139,10 @@ def test_a_microbatch_that_exceeds_the_memory_is_omitted(tmp_path, alone, capsys
         return passes(stage, model, size, device)
 
     monkeypatch.setattr(measure, "_passes", full)
-    path, words = tmp_path / "p.json", ("--device", "cpu", "--repeats", "1", "--microbatches")
+    path, words = (
+        tmp_path / "p.json",
+        ("--device", "cpu", "--repeats", "1", "--microbatches"),
+    )
     assert measure.run(options(path, *words, "1,2"), MODEL) == 0
     assert "layer, microbatch 2: does not fit the memory\n" in capsys.readouterr().out
     assert [point.microbatch for point in Profile.load(path).blocks] == [1]
@@ -102,7 +153,18 @@ def test_a_microbatch_that_exceeds_the_memory_is_omitted(tmp_path, alone, capsys
 @pytest.mark.parametrize(
     "precision, model",
     [
-        ("bf16", replace(MODEL, gated=True, rms_norm=True, rotary=True, groups=2, bias=False, dropout=False)),
+        (
+            "bf16",
+            replace(
+                MODEL,
+                gated=True,
+                rms_norm=True,
+                rotary=True,
+                groups=2,
+                bias=False,
+                dropout=False,
+            ),
+        ),
         ("fp16", replace(MODEL, kind="bert", qkv_bias=True)),
     ],
 )

@@ -1,4 +1,5 @@
-"""The search against full enumerations that share nothing with it but the rules, the memory and the times of a plan."""
+"""The search against full enumerations that share nothing with it but the rules, the
+memory and the times of a plan."""
 
 from __future__ import annotations
 
@@ -30,36 +31,63 @@ GPT = model.preset("gpt-355m")
 
 
 def tiny(layers: int = 6, **changes) -> Model:
-    return Model("tiny", layers, **({"hidden": 256, "heads": 8, "vocab": 1000, "sequence": 128} | changes))
+    return Model(
+        "tiny",
+        layers,
+        **({"hidden": 256, "heads": 8, "vocab": 1000, "sequence": 128} | changes),
+    )
 
 
 def slow(servers: int, per_server: int = 2, memory_gib: float = 2.0) -> Cluster:
-    """Servers with so slow a network that it matters where the ranks lie. No GPU, since NCCL alone would fill one."""
+    """Servers with so slow a network that it matters where the ranks lie. No GPU, since
+    NCCL alone would fill one."""
     device = Device("cpu", memory_gib, tflops=10, memory_gb_s=200)
-    return Cluster("slow", servers, per_server, device, inside=Link(5, 10), between=Link(0.2, 50))
+    return Cluster(
+        "slow", servers, per_server, device, inside=Link(5, 10), between=Link(0.2, 50)
+    )
 
 
 def mixed(*memory_gib: float) -> Cluster:
     """Servers of two GPUs each; those of the second server are half as fast."""
     cluster = slow(2)
     devices = tuple(
-        replace(cluster.device, memory_gib=size, tflops=10 / k, memory_gb_s=200 / k, name="cpu")
+        replace(
+            cluster.device,
+            memory_gib=size,
+            tflops=10 / k,
+            memory_gb_s=200 / k,
+            name="cpu",
+        )
         for k, size in enumerate(memory_gib, 1)
     )
     return replace(cluster, devices=devices).part(len(devices), 2)
 
 
-# --- all there is ----------------------------------------------------------------------------------------------------
+# --- all there is
+# --------------------------------------------------------------------------------------
 
 
 def legal(cost: Cost, plan: Plan) -> bool:
-    return not any(violations(plan, cost.model, cost.cluster.gpus, cost.precision, cost.cluster.device.bf16))
+    return not any(
+        violations(
+            plan,
+            cost.model,
+            cost.cluster.gpus,
+            cost.precision,
+            cost.cluster.device.bf16,
+        )
+    )
 
 
 def every_split(layers: int, depth: int) -> list[tuple[int, ...]]:
-    """Layers by stage that Megatron allows: stages between the first and the last one are alike."""
+    """Layers by stage that Megatron allows: stages between the first and the last one
+    are alike."""
     if depth < 3:
-        return [(first, layers - first) for first in range(1, layers)] if depth == 2 else [(layers,)]
+        return (
+            [(first, layers - first) for first in range(1, layers)]
+            if depth == 2
+            else [(layers,)]
+        )
     ends = itertools.product(range(1, layers), repeat=2)
     return [
         (first, *[(layers - first - last) // (depth - 2)] * (depth - 2), last)
@@ -68,19 +96,32 @@ def every_split(layers: int, depth: int) -> list[tuple[int, ...]]:
     ]
 
 
-def mixed_splits(cost: Cost, tensor: int, depth: int, width: int) -> list[tuple[int, ...]]:
-    """What Search.layouts says of itself: between the ends, stages on the same GPUs have the same number of layers."""
+def mixed_splits(
+    cost: Cost, tensor: int, depth: int, width: int
+) -> list[tuple[int, ...]]:
+    """What Search.layouts says of itself: between the ends, stages on the same GPUs
+    have the same number of layers."""
     shape = Plan(tensor, depth, width, 1, depth)
     devices = [cost.device(shape, stage) for stage in range(depth)]
     if len(set(devices)) == 1:
-        return [s for s in every_split(cost.model.layers, depth) if is_looked_at(s, cost.model.layers)]
-    layers, rates = cost.model.layers, [1 / cost._compute(device).layer(shape).total for device in devices]
+        return [
+            s
+            for s in every_split(cost.model.layers, depth)
+            if is_looked_at(s, cost.model.layers)
+        ]
+    layers, rates = (
+        cost.model.layers,
+        [1 / cost._compute(device).layer(shape).total for device in devices],
+    )
     shares = [layers * rate / sum(rates) for rate in rates]
-    near = [range(max(math.floor(share) - 2, 1), math.ceil(share) + 3) for share in shares]
+    near = [
+        range(max(math.floor(share) - 2, 1), math.ceil(share) + 3) for share in shares
+    ]
     return [
         stages
         for stages in itertools.product(*near)
-        if sum(stages) == layers and len({*zip(devices[1:-1], stages[1:-1])}) == len({*devices[1:-1]})
+        if sum(stages) == layers
+        and len({*zip(devices[1:-1], stages[1:-1])}) == len({*devices[1:-1]})
     ]
 
 
@@ -95,12 +136,20 @@ def is_looked_at(stages: tuple[int, ...], layers: int) -> bool:
 
 
 def kinds(cost: Cost, space: Space, stages: tuple[int, ...]) -> list[dict]:
-    """Fields of plans. "stage" is full recompute of as many layers as the longest stage has, "block" of fewer."""
+    """Fields of plans. "stage" is full recompute of as many layers as the longest stage
+    has, "block" of fewer."""
     found = {
         "stage": [{"recompute": "full", "recompute_layers": max(stages)}],
-        "block": [{"recompute": "full", "recompute_block": layers} for layers in range(1, max(stages))],
+        "block": [
+            {"recompute": "full", "recompute_block": layers}
+            for layers in range(1, max(stages))
+        ],
     }
-    chosen = (fields for kind in space.recompute for fields in found.get(kind, [{"recompute": kind}]))
+    chosen = (
+        fields
+        for kind in space.recompute
+        for fields in found.get(kind, [{"recompute": kind}])
+    )
     unique = {tuple(({"recompute_layers": 1} | fields).items()) for fields in chosen}
     return [dict(fields) for fields in sorted(unique, key=str)]
 
@@ -109,26 +158,45 @@ def everything(cost: Cost, space: Space) -> Iterator[Plan]:
     """All legal plans of a space, by loops over all that a plan consists of."""
     gpus, layers = cost.cluster.gpus, cost.model.layers
     experts = range(1, max(cost.model.experts, 1) + 1)
-    for context, expert, tensor, depth, width in itertools.product(space.context, experts, *[range(1, gpus + 1)] * 3):
+    for context, expert, tensor, depth, width in itertools.product(
+        space.context, experts, *[range(1, gpus + 1)] * 3
+    ):
         if context * tensor * depth * width != gpus:
             continue
-        splits = [stages for stages in every_split(layers, depth) if is_looked_at(stages, layers)]
+        splits = [
+            stages
+            for stages in every_split(layers, depth)
+            if is_looked_at(stages, layers)
+        ]
         if cost.cluster.devices:
             splits = mixed_splits(cost, tensor, depth, width)
-        split_kinds = [(stages, kind) for stages in splits for kind in kinds(cost, space, stages)]
-        chunks = {"megatron": (1, *(space.virtual or range(2, layers + 1)))}  # with others two are illegal, so all are
-        for microbatch, (schedule, virtual), slots, distributed, inside, (stages, kind) in itertools.product(
+        split_kinds = [
+            (stages, kind) for stages in splits for kind in kinds(cost, space, stages)
+        ]
+        # with others two are illegal, so all are
+        chunks = {"megatron": (1, *(space.virtual or range(2, layers + 1)))}
+        for microbatch, (schedule, virtual), slots, distributed, inside, (
+            stages,
+            kind,
+        ) in itertools.product(
             space.microbatch or (2**k for k in range(12)),
-            [(name, count) for name in space.schedules for count in chunks.get(name, (1, 2))],
+            [
+                (name, count)
+                for name in space.schedules
+                for count in chunks.get(name, (1, 2))
+            ],
             {2, *space.gradient_slots},
             space.distributed_optimizer,
             space.pipeline_inside,
             split_kinds,
         ):
             even = len(set(stages)) == 1
-            if (not even and not space.uneven) or (schedule == "2bw" and slots not in space.gradient_slots):
+            if (not even and not space.uneven) or (
+                schedule == "2bw" and slots not in space.gradient_slots
+            ):
                 continue
-            if virtual > 1 and "recompute_block" in kind:  # Megatron counts the layers of a chunk then
+            # Megatron counts the layers of a chunk then
+            if virtual > 1 and "recompute_block" in kind:
                 continue
             microbatches = space.batch // (microbatch * width)
             if virtual > 1:
@@ -136,11 +204,25 @@ def everything(cost: Cost, space: Space) -> Iterator[Plan]:
             if not microbatches:
                 continue
             first, last = (0, 0) if even else (stages[0], stages[-1])
-            divided = space.sequence_parallel and tensor > 1 and cost.model.kind == "gpt"
-            kind = kind | dict(schedule=schedule, virtual=virtual, gradient_slots=slots, first=first, last=last)
-            kind |= dict(distributed_optimizer=distributed, pipeline_inside=inside, sequence_parallel=divided)
+            divided = (
+                space.sequence_parallel and tensor > 1 and cost.model.kind == "gpt"
+            )
+            kind = kind | dict(
+                schedule=schedule,
+                virtual=virtual,
+                gradient_slots=slots,
+                first=first,
+                last=last,
+            )
+            kind |= dict(
+                distributed_optimizer=distributed,
+                pipeline_inside=inside,
+                sequence_parallel=divided,
+            )
             kind |= dict(context=context, expert=expert)
-            plan = Plan(tensor, depth, width, microbatch, microbatches, **kind).with_layers(stages)
+            plan = Plan(
+                tensor, depth, width, microbatch, microbatches, **kind
+            ).with_layers(stages)
             if legal(cost, plan):
                 plan = leaner(cost, space, in_rounds(cost, plan))
                 yield plan
@@ -158,25 +240,35 @@ def leaner(cost: Cost, space: Space, plan: Plan) -> Plan:
 
 
 def in_rounds(cost: Cost, plan: Plan) -> Plan:
-    """What Cost.gpipe_round says of itself, by trying all numbers of rounds, from the fewest on."""
+    """What Cost.gpipe_round says of itself, by trying all numbers of rounds, from the
+    fewest on."""
     if plan.schedule != "gpipe" or cost.fits(plan):
         return plan
-    sizes = (math.ceil(plan.microbatches / rounds) for rounds in range(2, plan.microbatches + 1))
+    sizes = (
+        math.ceil(plan.microbatches / rounds)
+        for rounds in range(2, plan.microbatches + 1)
+    )
     plans = (replace(plan, gpipe_round=size) for size in sizes)
-    return next((variant for variant in plans if legal(cost, variant) and cost.fits(variant)), plan)
+    return next(
+        (variant for variant in plans if legal(cost, variant) and cost.fits(variant)),
+        plan,
+    )
 
 
 def further_ahead(cost: Cost, plan: Plan) -> Iterator[Plan]:
-    """What Cost.extra_warmup says of itself, by trying all: the plan with the extra warm-up that holds least on every
-    stage and with which no chain of messages makes a microbatch more than 2 % longer than the slowest stage or link; or
-    4 %, and so on, if the batch or the memory do not allow that."""
+    """What Cost.extra_warmup says of itself, by trying all: the plan with the extra
+    warm-up that holds least on every stage and with which no chain of messages makes a
+    microbatch more than 2 % longer than the slowest stage or link; or 4 %, and so on,
+    if the batch or the memory do not allow that."""
     if plan.schedule != "2bw" or plan.depth == 1 or not cost.fits(plan):
         return
     times, d = cost.times(plan), plan.depth
     work = [work.total for work in cost.stages(plan)]
     cycle = max(*work, *times.occupied[: d - 1])
     for steps in itertools.count(1):
-        extra = least_extra(cycle * 1.02**steps, tuple(work), tuple(times.transfer[: d - 1]))
+        extra = least_extra(
+            cycle * 1.02**steps, tuple(work), tuple(times.transfer[: d - 1])
+        )
         if not any(extra):
             return
         variant = replace(plan, extra_warmup=extra)
@@ -186,12 +278,17 @@ def further_ahead(cost: Cost, plan: Plan) -> Iterator[Plan]:
 
 
 @functools.cache
-def least_extra(cycle: float, work: tuple[float, ...], transfer: tuple[float, ...]) -> tuple[int, ...]:
-    """From none on: any stage that is not far enough ahead for some chain goes one further, until all are."""
+def least_extra(
+    cycle: float, work: tuple[float, ...], transfer: tuple[float, ...]
+) -> tuple[int, ...]:
+    """From none on: any stage that is not far enough ahead for some chain goes one
+    further, until all are."""
     ahead = list(reversed(range(len(work))))
 
     def is_too_long(a: int, b: int) -> bool:
-        return sum(work[a : b + 1]) + 2 * sum(transfer[a:b]) > cycle * (ahead[a] - ahead[b] + 1) * (1 + 1e-9)
+        return sum(work[a : b + 1]) + 2 * sum(transfer[a:b]) > cycle * (
+            ahead[a] - ahead[b] + 1
+        ) * (1 + 1e-9)
 
     changed = True
     while changed:
@@ -204,15 +301,27 @@ def least_extra(cycle: float, work: tuple[float, ...], transfer: tuple[float, ..
 
 
 def is_double(plan: Plan, cost: Cost, space: Space) -> bool:
-    """Whether the plan is another one by a choice without effect, or on one stage Megatron's schedule."""
+    """Whether the plan is another one by a choice without effect, or on one stage
+    Megatron's schedule."""
     sizes, servers = (plan.tensor, plan.depth, plan.width), cost.cluster.gpus_per_server
-    same_order = layout(*sizes, False, servers, plan.context) == layout(*sizes, True, servers, plan.context)
+    same_order = layout(*sizes, False, servers, plan.context) == layout(
+        *sizes, True, servers, plan.context
+    )
     by_layers = plan.recompute_layers > 1 and "full" in space.recompute
     return (
-        (by_layers and (plan.depth == 1 or cost.fits(replace(plan, recompute_layers=1))))
+        (
+            by_layers
+            and (plan.depth == 1 or cost.fits(replace(plan, recompute_layers=1)))
+        )
         or (same_order and plan.pipeline_inside != space.pipeline_inside[0])
-        or (plan.replicas == 1 and plan.distributed_optimizer != space.distributed_optimizer[0])
-        or (plan.depth == 1 and plan.schedule in ("pipedream-flush", "gpipe", "no-pipelining"))
+        or (
+            plan.replicas == 1
+            and plan.distributed_optimizer != space.distributed_optimizer[0]
+        )
+        or (
+            plan.depth == 1
+            and plan.schedule in ("pipedream-flush", "gpipe", "no-pipelining")
+        )
     )
 
 
@@ -228,21 +337,34 @@ EXPERTS = dict(experts=8, expert_ffn=64, dense=1, bias=False)
 SPACES = {
     "gpt-355m that hardly fits": (
         Cost(GPT, replace(P3_HALF, device=replace(P3.device, memory_gib=6)), "fp16"),
-        Space(32, microbatch=(2,), recompute=("none", "full"), distributed_optimizer=(True,)),
+        Space(
+            32,
+            microbatch=(2,),
+            recompute=("none", "full"),
+            distributed_optimizer=(True,),
+        ),
     ),
-    "6 layers, 2 servers": (Cost(tiny(6), slow(2), "bf16"), Space(16, recompute=("none", "selective"))),
+    "6 layers, 2 servers": (
+        Cost(tiny(6), slow(2), "bf16"),
+        Space(16, recompute=("none", "selective")),
+    ),
     "12 layers, 6 servers, inputs that hardly fit": (
         Cost(tiny(12, sequence=512), slow(6, 1, memory_gib=0.15), "bf16"),
         Space(48, ("gpipe", "megatron"), microbatch=(1, 2)),
     ),
-    "4 layers, 2 servers of 3, an odd batch": (Cost(tiny(4), slow(2, 3), "bf16"), Space(17)),
+    "4 layers, 2 servers of 3, an odd batch": (
+        Cost(tiny(4), slow(2, 3), "bf16"),
+        Space(17),
+    ),
     "12 layers, 6 servers, batch and memory that allow few ahead": (
         Cost(tiny(12, hidden=512, sequence=256), slow(6, 1, memory_gib=0.4), "bf16"),
         Space(32, ("2bw",), microbatch=(1, 2, 4), uneven=False),
     ),
     "6 layers, 2 servers, parts of sequences": (
         Cost(tiny(6), slow(2), "bf16", flash=True),
-        Space(16, microbatch=(1, 2), recompute=("none", "selective"), context=(1, 2, 4)),
+        Space(
+            16, microbatch=(1, 2), recompute=("none", "selective"), context=(1, 2, 4)
+        ),
     ),
     "8 layers, 2 servers of different GPUs": (
         Cost(tiny(8), mixed(0.3, 0.2), "bf16"),
@@ -258,26 +380,40 @@ SPACES = {
     ),
     "even splits, pipeline inside": (
         Cost(tiny(8, hidden=512), slow(2, 4), "bf16"),
-        Space(32, uneven=False, pipeline_inside=(True,), microbatch=(1, 2), gradient_slots=(1,)),
+        Space(
+            32,
+            uneven=False,
+            pipeline_inside=(True,),
+            microbatch=(1, 2),
+            gradient_slots=(1,),
+        ),
     ),
 }
 
 
-for timed, _ in SPACES.values():  # the search and the enumerations time each plan once for all tests
+# the search and the enumerations time each plan once for all tests
+for timed, _ in SPACES.values():
     timed.seconds = functools.cache(timed.seconds)
 
 
 @pytest.fixture(scope="module", params=SPACES)
 def enumerated(request) -> tuple[Cost, Space, list[tuple[float, Plan]]]:
-    """(cost, space, (seconds a sample, plan) of all that fits), fastest first, doubles included."""
+    """(cost, space, (seconds a sample, plan) of all that fits), fastest first, doubles
+    included."""
     cost, space = SPACES[request.param]
     plans = [plan for plan in everything(cost, space) if cost.fits(plan)]
-    return cost, space, sorted(((sample_seconds(cost, p), p) for p in plans), key=lambda pair: pair[0])
+    return (
+        cost,
+        space,
+        sorted(((sample_seconds(cost, p), p) for p in plans), key=lambda pair: pair[0]),
+    )
 
 
 def test_the_search_is_an_enumeration_in_order(enumerated):
     cost, space, known = enumerated
-    known = [(seconds, plan) for seconds, plan in known if not is_double(plan, cost, space)]
+    known = [
+        (seconds, plan) for seconds, plan in known if not is_double(plan, cost, space)
+    ]
     found = list(Search(cost, space, distinct=False))
     assert len(found) == len(known) > 100
     assert [seconds for seconds, _ in found] == [seconds for seconds, _ in known]
@@ -301,40 +437,69 @@ def test_plans_that_are_too_large_are_listed():
     search = Search(cost, space, distinct=False)
     found = list(search)
     assert any(plan.gpipe_round for _, plan in found)
-    unfit = {p for p in everything(cost, space) if not cost.fits(p) and not is_double(p, cost, space)}
+    unfit = {
+        p
+        for p in everything(cost, space)
+        if not cost.fits(p) and not is_double(p, cost, space)
+    }
     assert set(search.too_large) == unfit and len(search.too_large) == len(unfit) > 0
     bounds = [cost.lower_bound(plan) / plan.global_batch for plan in search.too_large]
     assert bounds == sorted(bounds)
     assert search.examined == len(found)
 
 
-# --- all splits of the layers ----------------------------------------------------------------------------------------
+# --- all splits of the layers
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "cost, shape",
     [
-        # 5, 3, ..., 3, 1: the output layer is worth four of this model's layers. 21 % faster
+        # 5, 3, ..., 3, 1: the output layer is worth four of this model's layers. 21 %
+        # faster
         (Cost(GPT, P3, "fp16"), Plan(1, 8, 1, 2, 16, schedule="pipedream-flush")),
-        # 4, 3, ..., 3, 2: the fastest of all plans for a batch of 512, 7 % faster than what the search finds
-        (Cost(model.preset("gpt-1.3b"), replace(P3, servers=4), "fp16"), Plan(1, 8, 4, 8, 16)),
-        # 2, 1, 1, 2: only one message at a time can be on its way between the two in the middle. 4 % faster
+        # 4, 3, ..., 3, 2: the fastest of all plans for a batch of 512, 7 % faster than
+        # what the search finds
+        (
+            Cost(model.preset("gpt-1.3b"), replace(P3, servers=4), "fp16"),
+            Plan(1, 8, 4, 8, 16),
+        ),
+        # 2, 1, 1, 2: only one message at a time can be on its way between the two in
+        # the middle. 4 % faster
         (Cost(tiny(6), slow(4), "bf16"), Plan(1, 4, 2, 2, 4)),
     ],
 )
 def test_no_other_split_of_a_shape_is_faster(cost, shape):
-    space = Space(shape.global_batch, (shape.schedule,), (shape.tensor,), (shape.depth,), (shape.microbatch,))
+    space = Space(
+        shape.global_batch,
+        (shape.schedule,),
+        (shape.tensor,),
+        (shape.depth,),
+        (shape.microbatch,),
+    )
     known = []
     for stages in every_split(cost.model.layers, shape.depth):
         if max(stages) <= 2 * cost.model.layers // shape.depth:
-            split = replace(shape, first=stages[0], last=stages[-1]) if len(set(stages)) > 1 else shape
+            split = (
+                replace(shape, first=stages[0], last=stages[-1])
+                if len(set(stages)) > 1
+                else shape
+            )
             variants = itertools.product((False, True), (False, True), RECOMPUTE)
-            plans = [replace(split, pipeline_inside=i, distributed_optimizer=o, recompute=r) for i, o, r in variants]
-            known += [sample_seconds(cost, plan) for plan in plans if legal(cost, plan) and cost.fits(plan)]
+            plans = [
+                replace(split, pipeline_inside=i, distributed_optimizer=o, recompute=r)
+                for i, o, r in variants
+            ]
+            known += [
+                sample_seconds(cost, plan)
+                for plan in plans
+                if legal(cost, plan) and cost.fits(plan)
+            ]
     assert next(iter(Search(cost, space)))[0] <= min(known) * 1.01
 
 
-# --- properties ------------------------------------------------------------------------------------------------------
+# --- properties
+# --------------------------------------------------------------------------------------
 
 MODELS = st.builds(
     tiny,
@@ -346,44 +511,91 @@ MODELS = st.builds(
     kind=st.sampled_from(["gpt", "bert"]),
 )
 DEVICES = st.builds(
-    lambda *given: Device("any", *given[:3], layer_launch_us=given[3], step_us=given[4]),
-    *map(st.sampled_from, ([0.5, 2, 1000], [10, 300], [200, 2000], [1, 500], [1, 5000])),
+    lambda *given: Device(
+        "any", *given[:3], layer_launch_us=given[3], step_us=given[4]
+    ),
+    *map(
+        st.sampled_from, ([0.5, 2, 1000], [10, 300], [200, 2000], [1, 500], [1, 5000])
+    ),
 )
-BETWEEN = st.builds(Link, st.sampled_from([0.1, 1, 100]), st.just(50), st.sampled_from([1, 2]))
+BETWEEN = st.builds(
+    Link, st.sampled_from([0.1, 1, 100]), st.just(50), st.sampled_from([1, 2])
+)
 
 
 @st.composite
 def clusters(draw) -> Cluster:
-    servers, per_server = draw(st.sampled_from([(1, 2), (1, 4), (2, 2), (4, 1), (2, 4), (4, 2)]))
-    return Cluster("any", servers, per_server, draw(DEVICES), Link(draw(st.sampled_from([1, 200])), 5), draw(BETWEEN))
+    servers, per_server = draw(
+        st.sampled_from([(1, 2), (1, 4), (2, 2), (4, 1), (2, 4), (4, 2)])
+    )
+    return Cluster(
+        "any",
+        servers,
+        per_server,
+        draw(DEVICES),
+        Link(draw(st.sampled_from([1, 200])), 5),
+        draw(BETWEEN),
+    )
 
 
 COSTS = st.builds(Cost, MODELS, clusters(), st.sampled_from(["bf16", "fp32"]))
 _ALL = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron", "pipedream")
-SCHEDULED = st.sampled_from([*((name, 2, 1) for name in _ALL), ("2bw", 1, 1), ("megatron", 2, 2)])
+SCHEDULED = st.sampled_from(
+    [*((name, 2, 1) for name in _ALL), ("2bw", 1, 1), ("megatron", 2, 2)]
+)
 
 
 @st.composite
-def planned(draw, schedules=SCHEDULED, rounds: int = 3, ahead: bool = False) -> tuple[Cost, Plan]:
-    """A cost and a legal plan of it, whether it fits or not, with up to `rounds` times d microbatches, and a few; with
-    any extra warm-up if `ahead`."""
+def planned(
+    draw, schedules=SCHEDULED, rounds: int = 3, ahead: bool = False
+) -> tuple[Cost, Plan]:
+    """A cost and a legal plan of it, whether it fits or not, with up to `rounds` times
+    d microbatches, and a few; with any extra warm-up if `ahead`."""
     cost = draw(COSTS)
     gpus, layers = cost.cluster.gpus, cost.model.layers
     tensor = draw(st.sampled_from([t for t in (1, 2) if gpus % t == 0]))
-    depth = draw(st.sampled_from([d for d in (1, 2, 4, 8) if gpus // tensor % d == 0 and d <= layers]))
+    depth = draw(
+        st.sampled_from(
+            [d for d in (1, 2, 4, 8) if gpus // tensor % d == 0 and d <= layers]
+        )
+    )
     schedule, slots, virtual = draw(schedules)
     stages = draw(st.sampled_from(every_split(layers, depth)))
     even = len(set(stages)) == 1
     more = 0 if virtual > 1 else draw(st.integers(0, depth))
     extra = ()
     if ahead and schedule == "2bw" and depth > 1:
-        extra = draw(st.sampled_from([(), (1,), (2,), tuple(draw(st.integers(0, 2)) for _ in range(depth - 1))]))
+        extra = draw(
+            st.sampled_from(
+                [
+                    (),
+                    (1,),
+                    (2,),
+                    tuple(draw(st.integers(0, 2)) for _ in range(depth - 1)),
+                ]
+            )
+        )
         more += sum(extra) * (depth - 1 if len(extra) == 1 else 1)
     microbatches = depth * draw(st.integers(1, rounds)) + more
-    size = draw(st.none() | st.integers(1, microbatches)) if schedule == "gpipe" else None
-    sizes = tensor, depth, gpus // (tensor * depth), draw(st.sampled_from([1, 4, 16])), microbatches
+    size = (
+        draw(st.none() | st.integers(1, microbatches)) if schedule == "gpipe" else None
+    )
+    sizes = (
+        tensor,
+        depth,
+        gpus // (tensor * depth),
+        draw(st.sampled_from([1, 4, 16])),
+        microbatches,
+    )
     ends = (0, 0) if even else (stages[0], stages[-1])
-    choices = draw(st.sampled_from(RECOMPUTE)), schedule, virtual, slots, draw(st.booleans()), *ends
+    choices = (
+        draw(st.sampled_from(RECOMPUTE)),
+        schedule,
+        virtual,
+        slots,
+        draw(st.booleans()),
+        *ends,
+    )
     divided = tensor > 1 and draw(st.booleans())
     plan = Plan(*sizes, *choices, draw(st.booleans()), divided, extra, gpipe_round=size)
     assume(legal(cost, plan))
@@ -391,25 +603,36 @@ def planned(draw, schedules=SCHEDULED, rounds: int = 3, ahead: bool = False) -> 
 
 
 def property_of(examples: int):
-    """Hypothesis's settings: the same examples in every run, as many as the file's time allows."""
+    """Hypothesis's settings: the same examples in every run, as many as the file's time
+    allows."""
     slow = [HealthCheck.filter_too_much, HealthCheck.too_slow]
-    return settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=slow)
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=slow,
+    )
 
 
 def simulated(cost: Cost, plan: Plan) -> float:
-    """Seconds of an iteration without any short cut: of 24 in a row where they overlap."""
+    """Seconds of an iteration without any short cut: of 24 in a row where they
+    overlap."""
     times = cost.times(plan)
     if plan.pipeline.flushes:
         return iteration_time(plan.pipeline, plan.depth, plan.microbatches, times)
     events = simulate(plan.pipeline, Shape(plan.depth, plan.microbatches, 0, 40), times)
-    ends = [event.end for event in events if event.stage == 0 and event.action.kind == "S"]
+    ends = [
+        event.end for event in events if event.stage == 0 and event.action.kind == "S"
+    ]
     return (ends[38] - ends[14]) / 24
 
 
 @property_of(200)
 @given(planned(ahead=True))
 def test_bounds(case):
-    """Of the shape, of its split, of the plan, of its simulation: each below the next."""
+    """Of the shape, of its split, of the plan, of its simulation: each below the
+    next."""
     cost, plan = case
     search = Search(cost, Space(plan.global_batch))
     bounds = [
@@ -418,8 +641,12 @@ def test_bounds(case):
         cost.lower_bound(plan) / plan.global_batch,
         simulated(cost, plan) / plan.global_batch,
     ]
-    assert all(below <= above * (1 + 1e-6) for below, above in itertools.pairwise(bounds)), bounds
-    assert search._work_bound(plan, plan.schedule, plan.gradient_slots, plan.virtual) <= bounds[3] * (1 + 1e-6)
+    assert all(
+        below <= above * (1 + 1e-6) for below, above in itertools.pairwise(bounds)
+    ), bounds
+    assert search._work_bound(
+        plan, plan.schedule, plan.gradient_slots, plan.virtual
+    ) <= bounds[3] * (1 + 1e-6)
 
 
 @property_of(100)
@@ -430,12 +657,16 @@ def test_the_bound_with_any_extra_warmup(case):
     assert bound is None or bound <= cost.lower_bound(plan) * (1 + 1e-9)
 
 
-# --- 2bw -------------------------------------------------------------------------------------------------------------
+# --- 2bw
+# --------------------------------------------------------------------------------------
 
 
 @property_of(150)
 @given(planned(st.just(("2bw", 2, 1)), rounds=12))
 def test_2bw_is_never_slower_than_with_a_flush(case):
     cost, plan = case
-    assume(cost.compute.layout(plan).data.servers == 1)  # else the reduction shares the network
-    assert cost.seconds(plan) <= cost.seconds(replace(plan, schedule="pipedream-flush")) * (1 + 1e-9)
+    # else the reduction shares the network
+    assume(cost.compute.layout(plan).data.servers == 1)
+    assert cost.seconds(plan) <= cost.seconds(
+        replace(plan, schedule="pipedream-flush")
+    ) * (1 + 1e-9)

@@ -17,12 +17,24 @@ PLAN = Plan(1, 8, 2, 2, 16, extrapolate=True)
 
 @pytest.mark.parametrize(
     "seconds, save, evaluate, log",
-    [(0, 1000, 1000, 10), (1e-6, 10000, 10000, 10), (1, 2000, 2000, 10), (37, 50, 200, 2), (1800, 1, 200, 1)],
+    [
+        (0, 1000, 1000, 10),
+        (1e-6, 10000, 10000, 10),
+        (1, 2000, 2000, 10),
+        (37, 50, 200, 2),
+        (1800, 1, 200, 1),
+    ],
 )
 def test_intervals_follow_the_time_of_an_iteration(seconds, save, evaluate, log):
     words = training.flags(seconds)
-    given = {name: int(words[words.index(f"--{name}-interval") + 1]) for name in ("eval", "log")}
-    assert (training.save_interval(seconds), given) == (save, {"eval": evaluate, "log": log})
+    given = {
+        name: int(words[words.index(f"--{name}-interval") + 1])
+        for name in ("eval", "log")
+    }
+    assert (training.save_interval(seconds), given) == (
+        save,
+        {"eval": evaluate, "log": log},
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,4 +48,7 @@ def test_intervals_follow_the_time_of_an_iteration(seconds, save, evaluate, log)
 )
 def test_the_bytes_of_a_checkpoint(precision, changes, each):
     cost = Cost(COST.model, COST.cluster, precision)
-    assert training.checkpoint_bytes(cost, replace(PLAN, **changes)) == each * COST.model.parameters()
+    assert (
+        training.checkpoint_bytes(cost, replace(PLAN, **changes))
+        == each * COST.model.parameters()
+    )

@@ -12,11 +12,16 @@ from megatron_2bw.tasks import common
 
 @pytest.fixture
 def losses(monkeypatch):
-    """A check of losses of a GPU that computes each one when the host waits for it; `waited` lists these."""
+    """A check of losses of a GPU that computes each one when the host waits for it;
+    `waited` lists these."""
     from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
     machine = RerunStateMachine(mode=RerunMode.DISABLED)
-    args = SimpleNamespace(check_for_nan_in_loss_and_grad=True, rerun_mode="disabled", check_for_spiky_loss=False)
+    args = SimpleNamespace(
+        check_for_nan_in_loss_and_grad=True,
+        rerun_mode="disabled",
+        check_for_spiky_loss=False,
+    )
     args.curr_iteration, waited, made = 6, [], iter(range(100))
 
     class Event:
@@ -47,9 +52,16 @@ def test_the_host_waits_for_a_loss_when_the_next_one_is_launched(losses):
     assert counts == [0, 1, 3, 4, 5, 5, 6, 8] and losses.waited == list(range(8))
 
 
-@pytest.mark.parametrize("value, name, microbatch", [(float("nan"), "NaN", 0), (float("inf"), "Inf", 2)])
-def test_a_loss_that_is_not_finite_ends_the_run_within_its_batch(microbatch, value, name, losses):
-    message = rf"iteration 7: Unexpected result {str(value)}.*found {name} in local forward loss calculation"
+@pytest.mark.parametrize(
+    "value, name, microbatch", [(float("nan"), "NaN", 0), (float("inf"), "Inf", 2)]
+)
+def test_a_loss_that_is_not_finite_ends_the_run_within_its_batch(
+    microbatch, value, name, losses
+):
+    message = (
+        rf"iteration 7: Unexpected result {str(value)}.*found {name} in local forward "
+        r"loss calculation"
+    )
     with pytest.raises(RuntimeError, match=message):
         for number in range(3):
             losses.check(a_loss(value if number == microbatch else 1.0))

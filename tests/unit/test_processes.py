@@ -19,13 +19,20 @@ SLEEP = "import time; time.sleep(60)"
 
 
 def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return (
+        not psutil.pid_exists(pid)
+        or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    )
 
 
 @pytest.mark.parametrize("patience", [0, 5])
 def test_a_tree_is_stopped_with_its_sessions(patience):
-    worker = f"subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True)"
-    script = f"import subprocess, sys, time; print({worker}.pid, flush=True); time.sleep(60)"
+    worker = (
+        f"subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True)"
+    )
+    script = (
+        f"import subprocess, sys, time; print({worker}.pid, flush=True); time.sleep(60)"
+    )
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     child = int(process.stdout.readline())
     stop_tree(process, patience)
@@ -35,14 +42,23 @@ def test_a_tree_is_stopped_with_its_sessions(patience):
 
 
 def test_a_child_whose_parent_has_ended_is_stopped_with_its_group():
-    """The worker leads a group; its first child has ended and left a grandchild, which is now a child of init."""
+    """The worker leads a group; its first child has ended and left a grandchild, which
+    is now a child of init."""
     orphan = f"subprocess.Popen([sys.executable, '-c', {SLEEP!r}])"
     middle = f"import subprocess, sys; print({orphan}.pid, flush=True)"
-    script = f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {middle!r}]); time.sleep(60)"
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True)
+    script = (
+        "import subprocess, sys, time; subprocess.run([sys.executable, '-c', "
+        f"{middle!r}]); time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True
+    )
     left = int(process.stdout.readline())
     deadline = time.monotonic() + 10
-    while psutil.Process(left).ppid() not in (1, os.getpid()) and time.monotonic() < deadline:
+    while (
+        psutil.Process(left).ppid() not in (1, os.getpid())
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     stop_tree(process)
     process.wait(5)
@@ -54,15 +70,24 @@ def test_a_child_whose_parent_has_ended_is_stopped_with_its_group():
 def test_a_port_is_kept_for_a_server_that_reuses_addresses():
     port = free_port()
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
-        other.bind(("127.0.0.1", port))  # what is refused by name is not given by the kernel's choice either
-    with socket.create_server(("127.0.0.1", port)) as server, socket.create_connection(server.getsockname()):
+        # what is refused by name is not given by the kernel's choice either
+        other.bind(("127.0.0.1", port))
+    with (
+        socket.create_server(("127.0.0.1", port)) as server,
+        socket.create_connection(server.getsockname()),
+    ):
         assert server.getsockname()[1] == port
 
 
 def test_signals_end_the_script_but_for_the_hangup_that_nohup_ignores():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)
+    }
     try:
-        for hangup, code in (signal.SIG_DFL, 128 + signal.SIGHUP), (signal.SIG_IGN, None):
+        for hangup, code in (
+            (signal.SIG_DFL, 128 + signal.SIGHUP),
+            (signal.SIG_IGN, None),
+        ):
             signal.signal(signal.SIGHUP, hangup)
             exit_on_signals()
             with pytest.raises(SystemExit) as end:

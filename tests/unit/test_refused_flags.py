@@ -1,4 +1,5 @@
-"""Flags that a run cannot honour are refused by name in their scope only; what a schedule does without is named."""
+"""Flags that a run cannot honour are refused by name in their scope only; what a
+schedule does without is named."""
 
 from __future__ import annotations
 
@@ -17,41 +18,63 @@ pytestmark = pytest.mark.usefixtures("on_the_cpu")
 ASKED = {
     "--tensor-parallel-num-weight-shards": dict(tensor_parallel_num_weight_shards=2),
     "--context-parallel-size": dict(context_parallel_size=2),
-    "--num-distributed-optimizer-instances": dict(num_distributed_optimizer_instances=2),
+    "--num-distributed-optimizer-instances": dict(
+        num_distributed_optimizer_instances=2
+    ),
     "--kitchen-recipe-number": dict(kitchen_recipe_number=0),
     "--optimizer": dict(optimizer="dist_muon"),
     "--hybrid-layer-pattern": dict(hybrid_layer_pattern="M*-"),
     "--hybrid-override-pattern": dict(hybrid_override_pattern="M*-"),
     "--loss-scale": dict(optimizer="muon", loss_scale=1024.0),
     "--ckpt-format": dict(
-        mtp_num_layers=1, untie_embeddings_and_output_weights=False, save="checkpoints", ckpt_format="torch_dist"
+        mtp_num_layers=1,
+        untie_embeddings_and_output_weights=False,
+        save="checkpoints",
+        ckpt_format="torch_dist",
     ),
     "--two-bw-optimizer": dict(optimizer="muon", two_bw_optimizer="host"),
-    "--moe-router-load-balancing-type": dict(moe_router_load_balancing_type="quantile_balancing"),
+    "--moe-router-load-balancing-type": dict(
+        moe_router_load_balancing_type="quantile_balancing"
+    ),
     UNTIED: dict(untie_embeddings_and_output_weights=False),
 }
 
 
-@pytest.mark.parametrize("rule", UNSUPPORTED, ids=lambda rule: f"{rule.flag[2:]} {rule.scope}")
+@pytest.mark.parametrize(
+    "rule", UNSUPPORTED, ids=lambda rule: f"{rule.flag[2:]} {rule.scope}"
+)
 def test_a_refused_flag_is_named_with_its_reason_in_its_scope_only(rule):
     flag, *values = rule.flag.split()
     for schedule in SCHEDULE_NAMES:
-        args = parse([BERT] * (rule.scope == "bert") + command(2, 2, schedule, UNTIED), 2)
+        args = parse(
+            [BERT] * (rule.scope == "bert") + command(2, 2, schedule, UNTIED), 2
+        )
         assert rule.line(args) is None
         known = parser_of("2bw", "gpt")._option_string_actions[flag].dest
         vars(args).update(ASKED.get(flag, {known: values[0] if values else True}))
         chosen = SCHEDULES.get(schedule)
         ours = chosen is not None
-        scopes = {"script": True, "bert": True, "ours": ours, "no flush": ours and not chosen.flushes}
+        scopes = {
+            "script": True,
+            "bert": True,
+            "ours": ours,
+            "no flush": ours and not chosen.flushes,
+        }
         expected = scopes.get(rule.scope, rule.scope == schedule)
         line = rule.line(args)
         assert (line is not None) == expected, schedule
-        assert line is None or (line.startswith(flag) and line.endswith(rule.why) and "\n" not in line)
+        assert line is None or (
+            line.startswith(flag) and line.endswith(rule.why) and "\n" not in line
+        )
 
 
-@pytest.mark.parametrize("flags", ["--hybrid-layer-pattern M*M*", "--yaml-cfg run.yaml"])
+@pytest.mark.parametrize(
+    "flags", ["--hybrid-layer-pattern M*M*", "--yaml-cfg run.yaml"]
+)
 def test_a_command_line_with_a_refused_flag(flags):
-    assert flags.split()[0] in complaint(command(2, 2, "megatron", UNTIED, *flags.split()), 2)
+    assert flags.split()[0] in complaint(
+        command(2, 2, "megatron", UNTIED, *flags.split()), 2
+    )
 
 
 def test_a_rule_names_flags_and_values_that_exist_and_all_of_them_but_these():
@@ -65,17 +88,24 @@ def test_a_rule_names_flags_and_values_that_exist_and_all_of_them_but_these():
     known = parser_of("2bw", "gpt")._option_string_actions
     for rule in (*UNSUPPORTED, *(rule for rule, _ in WITHOUT)):
         flag, *values = rule.flag.split()
-        choices = {getattr(choice, "name", choice) for choice in known[flag].choices or ()}
+        choices = {
+            getattr(choice, "name", choice) for choice in known[flag].choices or ()
+        }
         assert not values or choices - {*values} == fine[flag]
 
 
 WITHOUT_EFFECT = (
-    "--timing-log-level 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --log-straggler "
-    "--use-sharp --use-nccl-ub --defer-embedding-wgrad-compute --pipeline-model-parallel-comm-backend nccl "
-    "--use-ring-exchange-p2p --nccl-communicator-config-path nccl.yaml --high-priority-stream-groups dp_cp "
-    "--rerun-mode validate_results --error-injection-rate 100 --num-layers-per-virtual-pipeline-stage 1 "
+    "--timing-log-level 2 --use-distributed-optimizer --overlap-grad-reduce "
+    "--overlap-param-gather --log-straggler "
+    "--use-sharp --use-nccl-ub --defer-embedding-wgrad-compute "
+    "--pipeline-model-parallel-comm-backend nccl "
+    "--use-ring-exchange-p2p --nccl-communicator-config-path nccl.yaml "
+    "--high-priority-stream-groups dp_cp "
+    "--rerun-mode validate_results --error-injection-rate 100 "
+    "--num-layers-per-virtual-pipeline-stage 1 "
     "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-layout E|t*3|t|L "
-    "--hybrid-layer-pattern *-|*-|*-|*- --hybrid-override-pattern *|-|*|- --overlap-p2p-communication-warmup-flush "
+    "--hybrid-layer-pattern *-|*-|*-|*- --hybrid-override-pattern *|-|*|- "
+    "--overlap-p2p-communication-warmup-flush "
     "--microbatch-group-size-per-virtual-pipeline-stage 2 --no-overlap-p2p-communication "
     "--overlap-param-gather-with-optimizer-step"
 ).split()
@@ -85,11 +115,17 @@ def test_what_a_schedule_does_without_is_accepted_with_one_line(capsys):
     assert complaint(command(2, 2, "2bw", *WITHOUT_EFFECT), 2) is None
     (line,) = capsys.readouterr().out.splitlines()
     # more than one stage: 2bw itself has an effect
-    assert re.findall(r"(--[\w-]+) \(", line) == [rule.flag.split()[0] for rule, _ in WITHOUT[:-1]]
-    assert complaint(command(1, 1, "2bw"), 1) is None and "no bubble" in capsys.readouterr().out
+    assert re.findall(r"(--[\w-]+) \(", line) == [
+        rule.flag.split()[0] for rule, _ in WITHOUT[:-1]
+    ]
+    assert (
+        complaint(command(1, 1, "2bw"), 1) is None
+        and "no bubble" in capsys.readouterr().out
+    )
     assert complaint(command(2, 2, "megatron", *WITHOUT_EFFECT), 2) is None
     (line,) = capsys.readouterr().out.splitlines()
-    assert "--log-straggler" in line and "--use-sharp" not in line  # Megatron's own schedule has all others
+    # Megatron's own schedule has all others
+    assert "--log-straggler" in line and "--use-sharp" not in line
     assert complaint(command(2, 2, "2bw"), 2) is None and capsys.readouterr().out == ""
     for schedule, on in (("2bw", False), ("pipedream-flush", True), ("megatron", True)):
         args = parse(command(2, 2, schedule, *WITHOUT_EFFECT), 2)
@@ -100,12 +136,21 @@ def test_what_a_schedule_does_without_is_accepted_with_one_line(capsys):
 
 @pytest.mark.parametrize(
     "layout, joined",
-    [("E|t*3|t|L", "Ettt|tL"), ("E,t|(t|)*2t*2|L|", "Ettt|ttL"), ("Et|t*2|tL", "Et|t*2|tL"), ("Ett|ttL", "Ett|ttL")],
+    [
+        ("E|t*3|t|L", "Ettt|tL"),
+        ("E,t|(t|)*2t*2|L|", "Ettt|ttL"),
+        ("Et|t*2|tL", "Et|t*2|tL"),
+        ("Ett|ttL", "Ett|ttL"),
+    ],
 )
 def test_the_chunks_of_a_stage_are_joined_in_the_order_of_the_layers(layout, joined):
     """Layouts whose chunks do not divide are Megatron's to refuse."""
     for schedule in SCHEDULE_NAMES:
-        args = parse(command(2, 3, schedule, UNTIED, pipeline_model_parallel_layout=layout), 2)
+        args = parse(
+            command(2, 3, schedule, UNTIED, pipeline_model_parallel_layout=layout), 2
+        )
         line = settle(args)
         expected = layout if schedule == "megatron" else joined
-        assert args.pipeline_model_parallel_layout == expected and bool(line) == (expected != layout)
+        assert args.pipeline_model_parallel_layout == expected and bool(line) == (
+            expected != layout
+        )

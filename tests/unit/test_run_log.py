@@ -23,30 +23,71 @@ iterations:   3 | elapsed time per iteration (ms): 100.0 |Number of parameters i
 
 def test_training():
     first, second, last = run_log.training(LOG)
-    assert (first.iteration, first.planned, first.loss, first.milliseconds, first.skipped) == (1, 20, 8.4, 900.5, 0)
-    assert first.fields["lm loss"] == "8.400000E+00" and first.fields["bubble"] == "12.5%/14.0%"
-    assert (first.fields["global batch size"], first.stage_memory) == ("16", [1.09, 0.5])
-    assert (second.iteration, second.loss, second.milliseconds, second.skipped) == (10, 8.0, 100.0, 3)
-    assert (last.iteration, last.loss, last.milliseconds, last.stage_memory) == (20, None, None, [])  # cut off
+    assert (
+        first.iteration,
+        first.planned,
+        first.loss,
+        first.milliseconds,
+        first.skipped,
+    ) == (1, 20, 8.4, 900.5, 0)
+    assert (
+        first.fields["lm loss"] == "8.400000E+00"
+        and first.fields["bubble"] == "12.5%/14.0%"
+    )
+    assert (first.fields["global batch size"], first.stage_memory) == (
+        "16",
+        [1.09, 0.5],
+    )
+    assert (second.iteration, second.loss, second.milliseconds, second.skipped) == (
+        10,
+        8.0,
+        100.0,
+        3,
+    )
+    # cut off
+    assert (last.iteration, last.loss, last.milliseconds, last.stage_memory) == (
+        20,
+        None,
+        None,
+        [],
+    )
     assert list(run_log.training(LOG.splitlines())) == [first, second, last]
 
 
 def test_a_field_that_other_output_has_broken_is_missing():
-    (line,) = run_log.training("iteration 3/ 9 | elapsed time per iteration (ms): 1[W] x | lm loss: 7.[rank1] |")
-    assert (line.iteration, line.milliseconds, line.loss, line.skipped) == (3, None, None, 0)
+    (line,) = run_log.training(
+        "iteration 3/ 9 | elapsed time per iteration (ms): 1[W] x | lm loss: 7.[rank1] |"
+    )
+    assert (line.iteration, line.milliseconds, line.loss, line.skipped) == (
+        3,
+        None,
+        None,
+        0,
+    )
 
 
 def test_validations():
-    found = [(each.iteration, each.dataset, each.loss) for each in run_log.validations(LOG)]
+    found = [
+        (each.iteration, each.dataset, each.loss) for each in run_log.validations(LOG)
+    ]
     assert found == [(10, "validation set", 6.25), (20, "test set", 6.0), (20, "", 6.5)]
 
 
 @pytest.mark.parametrize(
     "log, line",
     [
-        ("x\nx.py: error: --lr is missing\nfailed (exitcode: 2)\nChildFailedError: \n", "x.py: error: --lr is missing"),
-        ("[rank1]: Traceback:\n[rank1]: torch.OutOfMemoryError: x\nRuntimeError: y\n", "torch.OutOfMemoryError: x"),
-        ("  : Signal 9 (SIGKILL) received by PID 12\nlast\n", ": Signal 9 (SIGKILL) received by PID 12"),
+        (
+            "x\nx.py: error: --lr is missing\nfailed (exitcode: 2)\nChildFailedError: \n",
+            "x.py: error: --lr is missing",
+        ),
+        (
+            "[rank1]: Traceback:\n[rank1]: torch.OutOfMemoryError: x\nRuntimeError: y\n",
+            "torch.OutOfMemoryError: x",
+        ),
+        (
+            "  : Signal 9 (SIGKILL) received by PID 12\nlast\n",
+            ": Signal 9 (SIGKILL) received by PID 12",
+        ),
         ("started\nkilled\n\n", "killed"),
         ("", "no output"),
     ],

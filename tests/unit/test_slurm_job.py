@@ -1,4 +1,5 @@
-"""The room slurm without Slurm: what an ended start is called, the status file, the flags, the batch shell's faults."""
+"""The room slurm without Slurm: what an ended start is called, the status file, the
+flags, the batch shell's faults."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from megatron_2bw.slurm.status import IDLE_STARTS, WORDS, Facts, Outcome, decide
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "megatron_2bw" / "slurm"
 HALF = " iteration        5/      10 | consumed samples: 40 | lm loss: 4.0E+00 |\n"
-WHOLE = HALF + " iteration       10/      10 | consumed samples: 80 | lm loss: 3.0E+00 |\n"
+WHOLE = (
+    HALF + " iteration       10/      10 | consumed samples: 80 | lm loss: 3.0E+00 |\n"
+)
 LEFT = HALF + "[exiting program after receiving SIGTERM.] datetime: 2026-01-01\n"
 
 
@@ -28,23 +31,51 @@ TIME = dict(signalled=True)
 SENT = "node.sh: Slurm has sent SIGTERM"
 ENDS = {  # (how a start ended, the status word, whether it is queued again)
     "all iterations": (Facts(0, WHOLE, saved=10), "completed", False),
-    "all iterations, then the signal": (Facts(0, WHOLE, saved=10, **TIME), "completed", False),
+    "all iterations, then the signal": (
+        Facts(0, WHOLE, saved=10, **TIME),
+        "completed",
+        False,
+    ),
     "killed in its last save": (Facts(0, WHOLE, saved=5, **TIME), "pending", True),
     "all iterations, nothing saved": (Facts(0, WHOLE, keeps=False), "completed", False),
-    "--exit-interval": (Facts(0, HALF + "exiting program at iteration 5", saved=5), "completed", False),
+    "--exit-interval": (
+        Facts(0, HALF + "exiting program at iteration 5", saved=5),
+        "completed",
+        False,
+    ),
     "nothing to train": (Facts(0, "", saved=10, before=10), "completed", False),
     "the time limit": (Facts(0, LEFT, saved=5, **TIME), "pending", True),
-    "preempted: only the steps are signalled": (Facts(0, LEFT, saved=5), "pending", True),
-    "nothing saved, again": (Facts(0, HALF, saved=5, before=5, idle=IDLE_STARTS - 1, **TIME), "timeout", False),
-    "torchrun kills a rank then": (Facts(137, HALF + "Signal 9 (SIGKILL)", saved=5, **TIME), "pending", True),
+    "preempted: only the steps are signalled": (
+        Facts(0, LEFT, saved=5),
+        "pending",
+        True,
+    ),
+    "nothing saved, again": (
+        Facts(0, HALF, saved=5, before=5, idle=IDLE_STARTS - 1, **TIME),
+        "timeout",
+        False,
+    ),
+    "torchrun kills a rank then": (
+        Facts(137, HALF + "Signal 9 (SIGKILL)", saved=5, **TIME),
+        "pending",
+        True,
+    ),
     "nothing is to be saved": (Facts(0, LEFT, keeps=False, **TIME), "timeout", False),
     "scancel": (Facts(0, LEFT, cancelled=True, saved=5), "failed", False),
     "preempted before training": (Facts(0, SENT), "pending", True),
     "srun ends the other nodes": (Facts(1, f"{HALF}{SENT}\n"), "failed", False),
     "preempted at once": (Facts(143, HALF, requeued=True, saved=5), "pending", False),
-    "GPU": (Facts(1, HALF + "torch.OutOfMemoryError: CUDA out of memory. "), "out of memory", False),
+    "GPU": (
+        Facts(1, HALF + "torch.OutOfMemoryError: CUDA out of memory. "),
+        "out of memory",
+        False,
+    ),
     "killed": (Facts(137, HALF), "out of memory", False),
-    "a rank is killed": (Facts(1, "  exitcode  : -9 (pid: 71)"), "out of memory", False),
+    "a rank is killed": (
+        Facts(1, "  exitcode  : -9 (pid: 71)"),
+        "out of memory",
+        False,
+    ),
     "a wrong flag": (Facts(2, "pretrain_gpt_2bw.py: error: --lr x\n"), "failed", False),
 }
 
@@ -53,32 +84,64 @@ ENDS = {  # (how a start ended, the status word, whether it is queued again)
 def test_how_a_start_has_ended(facts, word, requeue):
     outcome = decide(facts)
     assert (outcome.word, outcome.requeue) == (word, requeue) and outcome.reason
-    assert word in WORDS and "\n" not in outcome.reason and requeue == (word == "pending" and not facts.requeued)
+    assert (
+        word in WORDS
+        and "\n" not in outcome.reason
+        and requeue == (word == "pending" and not facts.requeued)
+    )
 
 
-DIED = {"PENDING": "running", "RUNNING": "running", "COMPLETING": "running", "TIMEOUT": "timeout"}
+DIED = {
+    "PENDING": "running",
+    "RUNNING": "running",
+    "COMPLETING": "running",
+    "TIMEOUT": "timeout",
+}
 DIED |= {"DEADLINE": "timeout", "OUT_OF_MEMORY": "out of memory"}
 DIED |= dict.fromkeys(("CANCELLED by 0", "CANCELLED+", "COMPLETED", ""), "failed")
 
 
 @pytest.mark.parametrize("state, word", DIED.items())
-def test_a_job_that_died_without_a_word_is_written_down_when_somebody_looks(state, word, tmp_path, monkeypatch, capsys):
-    """COMPLETED: its script would have written a word. A job whose word is written, and one without a number, stay."""
+def test_a_job_that_died_without_a_word_is_written_down_when_somebody_looks(
+    state, word, tmp_path, monkeypatch, capsys
+):
+    """COMPLETED: its script would have written a word. A job whose word is written, and
+    one without a number, stay."""
     for name in ("squeue", "sacct"):
-        (tmp_path / name).write_text(f'#!/bin/bash\n[[ $* == *" 7" ]] || exit 1\necho "{state}"\n')
+        (tmp_path / name).write_text(
+            f'#!/bin/bash\n[[ $* == *" 7" ]] || exit 1\necho "{state}"\n'
+        )
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    status.write(tmp_path / "open" / "status.json", Outcome("running", "start 0"), job="7")
-    status.write(tmp_path / "ended" / "status.json", Outcome("completed", "start 0"), job="7")
-    status.write(tmp_path / "queued" / "status.json", Outcome("pending", "submitted"))  # a sweep's, before its start
+    status.write(
+        tmp_path / "open" / "status.json", Outcome("running", "start 0"), job="7"
+    )
+    status.write(
+        tmp_path / "ended" / "status.json", Outcome("completed", "start 0"), job="7"
+    )
+    # a sweep's, before its start
+    status.write(tmp_path / "queued" / "status.json", Outcome("pending", "submitted"))
     assert status.main(["show", *map(str, sorted(tmp_path.iterdir()))]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(": ")[1].split(",")[0] for line in lines] == ["completed", word, "pending"]
+    assert [line.split(": ")[1].split(",")[0] for line in lines] == [
+        "completed",
+        word,
+        "pending",
+    ]
     assert status.read(tmp_path / "open" / "status.json")["status"] == word
 
 
 def call(monkeypatch, folder: Path, command: str, start: int, *words: str) -> int:
-    named = ["--file", str(folder / "status.json"), "--job", "7", "--start", str(start), "--checkpoints", str(folder)]
+    named = [
+        "--file",
+        str(folder / "status.json"),
+        "--job",
+        "7",
+        "--start",
+        str(start),
+        "--checkpoints",
+        str(folder),
+    ]
     monkeypatch.setattr(sys, "argv", ["status.py", command, *named, *words])
     return status.main()
 
@@ -96,20 +159,28 @@ def test_a_job_goes_on_as_long_as_it_saves_iterations(tmp_path, monkeypatch, cap
 
 def test_a_job_whose_nodes_fail_again_and_again_ends(tmp_path, monkeypatch, capsys):
     """Slurm starts it again by itself then, so nobody has called `end`."""
-    assert [call(monkeypatch, tmp_path, "start", start) for start in range(IDLE_STARTS + 1)] == [0] * IDLE_STARTS + [1]
+    assert [
+        call(monkeypatch, tmp_path, "start", start) for start in range(IDLE_STARTS + 1)
+    ] == [0] * IDLE_STARTS + [1]
     assert "no iteration saved" in capsys.readouterr().err
     assert status.read(tmp_path / "status.json")["status"] == "failed"
 
 
 def test_the_end_of_the_logs_of_this_start_counts(tmp_path, monkeypatch, capsys):
     (tmp_path / "start-0-node-0-a.log").write_text("CUDA out of memory")
-    (tmp_path / "start-1-node-0-a.log").write_text("out of memory\n" + "x" * status.TAIL + "\nerror: the end")
+    (tmp_path / "start-1-node-0-a.log").write_text(
+        "out of memory\n" + "x" * status.TAIL + "\nerror: the end"
+    )
     assert call(monkeypatch, tmp_path, "end", 1, "--exit-status", "1") == 0
     assert capsys.readouterr().out == "failed\n"
     assert status.read(tmp_path / "status.json")["reason"] == "error: the end"
 
 
-BEST = {"flags": ["--pipeline-schedule", "2bw", "--fp16"], "training": ["--train-iters", "7"], "save_interval": 20}
+BEST = {
+    "flags": ["--pipeline-schedule", "2bw", "--fp16"],
+    "training": ["--train-iters", "7"],
+    "save_interval": 20,
+}
 PLAN = {
     "model": {"name": "gpt-2.2b", "kind": "gpt"},
     "precision": "fp16",
@@ -128,12 +199,24 @@ def test_flags_of_a_model():
     data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "30522"]
     assert words == [*model.flags(), *plan, *training.flags(), *data]
     own = flags.words("bert", model.name, "", 2, 8, "fp32", "--data-path 'my text'")
-    assert own == [*model.flags(), *plan[:-1], *training.flags(), "--data-path", "my text"]
+    assert own == [
+        *model.flags(),
+        *plan[:-1],
+        *training.flags(),
+        "--data-path",
+        "my text",
+    ]
 
 
 @pytest.mark.parametrize(
     "name, ranks, depth",
-    [("gpt-2.2b", 8, 8), ("gpt-2.2b", 64, 32), ("gpt-3.8b", 64, 16), ("gpt-355m", 1, 1), ("gpt-355m", 7, 1)],
+    [
+        ("gpt-2.2b", 8, 8),
+        ("gpt-2.2b", 64, 32),
+        ("gpt-3.8b", 64, 16),
+        ("gpt-355m", 1, 1),
+        ("gpt-355m", 7, 1),
+    ],
 )
 def test_default_sizes_fill_the_stages(name, ranks, depth):
     plan = flags.default_plan(PRESETS[name], ranks)
@@ -147,8 +230,15 @@ def test_flags_of_a_plan(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(PLAN))
     words = flags.words("gpt", "", str(path), 2, 8, "")
-    assert words == [*PLAN["run"]["model"], *BEST["flags"], *BEST["training"], "--mock-data"]
-    saving = flags.words("gpt", "gpt-2.2b", str(path), 2, 8, "fp16", "--data-path a", save=True)
+    assert words == [
+        *PLAN["run"]["model"],
+        *BEST["flags"],
+        *BEST["training"],
+        "--mock-data",
+    ]
+    saving = flags.words(
+        "gpt", "gpt-2.2b", str(path), 2, 8, "fp16", "--data-path a", save=True
+    )
     assert saving == [*words[:-1], "--save-interval", "20", "--data-path", "a"]
 
 
@@ -156,12 +246,21 @@ def test_flags_of_a_plan(tmp_path):
     "kind, model, plan, nodes, precision, line",
     [
         ("gpt", "gpt-9b", None, (1, 8), "bf16", "MODEL=gpt-9b: "),
-        ("gpt", "", PLAN, (4, 8), "", "is for 2 nodes with 8 GPUs each, the job has 4 with 8: give sbatch --nodes=2 "),
+        (
+            "gpt",
+            "",
+            PLAN,
+            (4, 8),
+            "",
+            "is for 2 nodes with 8 GPUs each, the job has 4 with 8: give sbatch --nodes=2 ",
+        ),
         ("gpt", "", PLAN, (2, 8), "bf16", "is for gpt-2.2b in fp16"),
         ("gpt", "", {"plans": []}, (2, 8), "", "holds no plan"),
     ],
 )
-def test_wrong_variables_are_told_in_one_line(kind, model, plan, nodes, precision, line, tmp_path):
+def test_wrong_variables_are_told_in_one_line(
+    kind, model, plan, nodes, precision, line, tmp_path
+):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan))
     with pytest.raises(UserError) as error:
@@ -181,17 +280,29 @@ SLURM = {
 }
 
 
-def batch(folder: Path, *words: str, srun="true", squeue="", job="", scancel="true", **changes: str | None):
-    """The GPT script under bash, with stand-ins for Slurm's commands that write down what they are given, and for
-    sleep, which takes a tenth of its seconds."""
+def batch(
+    folder: Path,
+    *words: str,
+    srun="true",
+    squeue="",
+    job="",
+    scancel="true",
+    **changes: str | None,
+):
+    """The GPT script under bash, with stand-ins for Slurm's commands that write down
+    what they are given, and for sleep, which takes a tenth of its seconds."""
     scontrol = f'echo "scontrol $*" >> called; [[ $* = *hostnames* ]] && echo a || echo "{job}"'
     stubs = {"srun": srun, "squeue": squeue, "scontrol": scontrol, "scancel": scancel}
     for name, text in stubs.items():
-        (folder / name).write_text(f'#!/bin/bash\n[ {name} != srun ] || printf "%s\\n" "$@" > words\n{text}\n')
+        (folder / name).write_text(
+            f'#!/bin/bash\n[ {name} != srun ] || printf "%s\\n" "$@" > words\n{text}\n'
+        )
         (folder / name).chmod(0o755)
     (folder / "sleep").write_text("#!/bin/bash\nPATH=/usr/bin:/bin sleep 0.$1\n")
     (folder / "sleep").chmod(0o755)
-    variables = {name: value for name, value in (SLURM | changes).items() if value is not None}
+    variables = {
+        name: value for name, value in (SLURM | changes).items() if value is not None
+    }
     return subprocess.run(
         ["bash", SCRIPTS / "pretrain_gpt_2bw.sbatch", *words],
         cwd=folder,
@@ -213,9 +324,20 @@ def test_the_callers_flags_win_and_data_args_replace_the_mock_data(tmp_path):
     done = batch(tmp_path, "--lr", "1", DATA_ARGS="--data-path a", **own)
     assert done.returncode == 0 and not done.stderr, done.stderr
     words = (tmp_path / "words").read_text().splitlines()
-    assert words[-4:] == ["--data-path", "a", "--lr", "1"] and "--mock-data" not in words and "--bf16" not in words
-    assert words[words.index("--save") + 1] == words[words.index("--load") + 1] == f"{tmp_path}/checkpoints/gpt-355m"
-    assert words.count("--save-interval") == 1 and words[words.index("--save-interval") + 1] == "1000"
+    assert (
+        words[-4:] == ["--data-path", "a", "--lr", "1"]
+        and "--mock-data" not in words
+        and "--bf16" not in words
+    )
+    assert (
+        words[words.index("--save") + 1]
+        == words[words.index("--load") + 1]
+        == f"{tmp_path}/checkpoints/gpt-355m"
+    )
+    assert (
+        words.count("--save-interval") == 1
+        and words[words.index("--save-interval") + 1] == "1000"
+    )
     assert content(tmp_path)["status"] == "completed"
     batch(tmp_path, SLURM_GPUS_ON_NODE="4", PROCESSES_PER_NODE=None, CHECKPOINTS="none")
     words = (tmp_path / "words").read_text().splitlines()
@@ -237,9 +359,17 @@ ARRAY = dict(SLURM_ARRAY_JOB_ID="7", job="JobState=RUNNING ArrayJobId=7")
 @pytest.mark.parametrize(
     "words, changes, line",
     [
-        ((), dict(PROCESSES_PER_NODE=None), "no GPUs in this allocation: give sbatch --gpus-per-node=N, or PROCESSES"),
+        (
+            (),
+            dict(PROCESSES_PER_NODE=None),
+            "no GPUs in this allocation: give sbatch --gpus-per-node=N, or PROCESSES",
+        ),
         (("--load=x",), {}, "--load: give CHECKPOINTS=folder"),
-        ((), dict(DATA_ARGS="--data-path\n'a"), "DATA_ARGS=--data-path 'a: No closing quotation"),
+        (
+            (),
+            dict(DATA_ARGS="--data-path\n'a"),
+            "DATA_ARGS=--data-path 'a: No closing quotation",
+        ),
         ((), ARRAY, "sbatch --array: a job of an array cannot queue itself again"),
         ((), dict(PREAMBLE="fails.sh"), "PREAMBLE=fails.sh has ended with status 3"),
     ],
@@ -247,8 +377,14 @@ ARRAY = dict(SLURM_ARRAY_JOB_ID="7", job="JobState=RUNNING ArrayJobId=7")
 def test_a_refused_job_says_why_in_one_line(words, changes, line, tmp_path):
     (tmp_path / "fails.sh").write_text("(exit 3)\n")
     done = batch(tmp_path, *words, **changes)
-    assert done.returncode == 2 and done.stderr.startswith(f"job: error: {line}") and done.stderr.count("\n") == 1
-    assert content(tmp_path)["status"] == "failed" and content(tmp_path)["reason"].startswith(line)
+    assert (
+        done.returncode == 2
+        and done.stderr.startswith(f"job: error: {line}")
+        and done.stderr.count("\n") == 1
+    )
+    assert content(tmp_path)["status"] == "failed" and content(tmp_path)[
+        "reason"
+    ].startswith(line)
     assert not (tmp_path / "words").exists()
 
 
@@ -256,19 +392,38 @@ def test_two_jobs_do_not_save_to_one_folder(tmp_path):
     owner = tmp_path / "checkpoints" / "gpt-355m" / "slurm_job"
     owner.parent.mkdir(parents=True)
     owner.write_text("6\n")
-    done = batch(tmp_path, squeue='[[ $* == *"=RUNNING,COMPLETING,SUSPENDED "* ]] && echo 6')
-    assert done.returncode == 2 and "job 6 is saving to " in done.stderr and done.stderr.count("\n") == 1
+    done = batch(
+        tmp_path, squeue='[[ $* == *"=RUNNING,COMPLETING,SUSPENDED "* ]] && echo 6'
+    )
+    assert (
+        done.returncode == 2
+        and "job 6 is saving to " in done.stderr
+        and done.stderr.count("\n") == 1
+    )
     assert owner.read_text() == "6\n"
-    done = batch(tmp_path, squeue="echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
-    assert done.returncode == 0 and owner.read_text() == "7\n" and len(list(owner.parent.iterdir())) == 1
+    done = batch(
+        tmp_path,
+        squeue="echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1",
+    )
+    assert (
+        done.returncode == 0
+        and owner.read_text() == "7\n"
+        and len(list(owner.parent.iterdir())) == 1
+    )
     owner.write_text("6\n")
     assert batch(tmp_path).returncode == 0 and owner.read_text() == "7\n"
     # While Slurm does not say whose the folder is, it is not taken.
     owner.write_text("6\n")
     busy = "echo x >> asked; echo 'error: Unable to contact slurm controller' >&2; "
     done = batch(tmp_path, squeue=busy + "exit 1")
-    assert done.returncode == 2 and done.stderr.startswith("job: error: squeue does not tell whether job 6 still saves")
-    assert "Unable to contact" in done.stderr and done.stderr.count("\n") == 1 and owner.read_text() == "6\n"
+    assert done.returncode == 2 and done.stderr.startswith(
+        "job: error: squeue does not tell whether job 6 still saves"
+    )
+    assert (
+        "Unable to contact" in done.stderr
+        and done.stderr.count("\n") == 1
+        and owner.read_text() == "6\n"
+    )
     assert (tmp_path / "asked").read_text() == "x\n" * 3
 
 
@@ -276,54 +431,113 @@ def test_two_jobs_do_not_save_to_one_folder(tmp_path):
     "job, words, requeued",
     [
         ("JobState=RUNNING Reason=None Restarts=0", ["pending"], True),
-        ("JobState=COMPLETING Reason=TimeLimit Restarts=0", ["timeout", "pending"], True),
+        (
+            "JobState=COMPLETING Reason=TimeLimit Restarts=0",
+            ["timeout", "pending"],
+            True,
+        ),
         ("JobState=COMPLETING Reason=None Restarts=0", ["failed", "failed"], False),
         ("JobState=COMPLETING Reason=None Restarts=1", ["pending", "pending"], False),
         ("", ["pending"], True),
     ],
-    ids=["the notice of the time limit", "the limit itself", "scancel", "preempted at once", "Slurm does not answer"],
+    ids=[
+        "the notice of the time limit",
+        "the limit itself",
+        "scancel",
+        "preempted at once",
+        "Slurm does not answer",
+    ],
 )
 def test_a_signal_to_the_batch_shell(job, words, requeued, tmp_path):
     """The file is right at once, if the kill comes next."""
-    save_it = "mkdir -p checkpoints/gpt-355m; echo 5 > checkpoints/gpt-355m/latest_checkpointed_iteration.txt"
-    stubs = dict(srun=f"{save_it}; kill -USR1 $PPID; sleep 1", scancel='echo "scancel $*" >> called')
+    save_it = (
+        "mkdir -p checkpoints/gpt-355m; echo 5 > "
+        "checkpoints/gpt-355m/latest_checkpointed_iteration.txt"
+    )
+    stubs = dict(
+        srun=f"{save_it}; kill -USR1 $PPID; sleep 1",
+        scancel='echo "scancel $*" >> called',
+    )
     done = batch(tmp_path, "--exit-signal", "SIGUSR1", job=job, **stubs)
-    assert [entry["status"] for entry in content(tmp_path)["history"]] == ["running", *words], done.stderr
+    assert [entry["status"] for entry in content(tmp_path)["history"]] == [
+        "running",
+        *words,
+    ], done.stderr
     assert ("scontrol requeue 7" in (tmp_path / "called").read_text()) == requeued
-    assert ("scancel --signal=SIGUSR1 7" in (tmp_path / "called").read_text()) == (words == ["pending"])
+    assert ("scancel --signal=SIGUSR1 7" in (tmp_path / "called").read_text()) == (
+        words == ["pending"]
+    )
     assert done.returncode == (0 if requeued else 1)
 
 
-def test_outside_the_clone_it_finds_the_installed_package_or_says_where_to_submit(tmp_path):
-    done = batch(tmp_path, MEGATRON_2BW=None, JOB_PYTHON=sys.executable, PYTHONPATH=str(ROOT))
+def test_outside_the_clone_it_finds_the_installed_package_or_says_where_to_submit(
+    tmp_path,
+):
+    done = batch(
+        tmp_path, MEGATRON_2BW=None, JOB_PYTHON=sys.executable, PYTHONPATH=str(ROOT)
+    )
     assert done.returncode == 0, done.stderr
     assert f"{ROOT}/megatron_2bw/slurm/node.sh" in (tmp_path / "words").read_text()
     done = batch(tmp_path, MEGATRON_2BW=None, JOB_PYTHON=python(tmp_path, "exit 1"))
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("submit from the clone or in the environment of megatron_2bw")
+    assert done.stderr.splitlines()[-1].startswith(
+        "submit from the clone or in the environment of megatron_2bw"
+    )
 
 
 def test_a_container_and_a_preamble(tmp_path):
-    """srun has SRUN_ARGS before the command, only the image has PYTHON, all ranks have the preamble's environment."""
-    (tmp_path / "preamble.sh").write_text('export HF_HOME="$unset/hub"\nfalse\nexport NCCL_DEBUG=WARN\n')
-    given = ["--container-image=/a/b.sqsh", "--container-mounts=/my data:/data", *"apptainer exec --nv".split()]
-    variables = dict(PREAMBLE="preamble.sh", PYTHON="python-of-the-image", JOB_PYTHON=sys.executable)
-    done = batch(tmp_path, srun='echo "$HF_HOME $NCCL_DEBUG" > seen', SRUN_ARGS=shlex.join(given), **variables)
+    """srun has SRUN_ARGS before the command, only the image has PYTHON, all ranks have
+    the preamble's environment."""
+    (tmp_path / "preamble.sh").write_text(
+        'export HF_HOME="$unset/hub"\nfalse\nexport NCCL_DEBUG=WARN\n'
+    )
+    given = [
+        "--container-image=/a/b.sqsh",
+        "--container-mounts=/my data:/data",
+        *"apptainer exec --nv".split(),
+    ]
+    variables = dict(
+        PREAMBLE="preamble.sh", PYTHON="python-of-the-image", JOB_PYTHON=sys.executable
+    )
+    done = batch(
+        tmp_path,
+        srun='echo "$HF_HOME $NCCL_DEBUG" > seen',
+        SRUN_ARGS=shlex.join(given),
+        **variables,
+    )
     words = (tmp_path / "words").read_text().splitlines()
     command = words.index("bash")
-    assert done.returncode == 0 and not done.stderr and content(tmp_path)["status"] == "completed"
+    assert (
+        done.returncode == 0
+        and not done.stderr
+        and content(tmp_path)["status"] == "completed"
+    )
     assert words[command - 5 : command] == given
-    assert words[command + 1 : command + 3] == [f"{SCRIPTS}/node.sh", "python-of-the-image"]
+    assert words[command + 1 : command + 3] == [
+        f"{SCRIPTS}/node.sh",
+        "python-of-the-image",
+    ]
     assert (tmp_path / "seen").read_text() == "/hub WARN\n"
 
 
-def test_one_node_of_a_job_ends_with_its_commands_status_and_with_0_after_a_signal(tmp_path):
+def test_one_node_of_a_job_ends_with_its_commands_status_and_with_0_after_a_signal(
+    tmp_path,
+):
     signalled = "[[ $PET_SIGNALS_TO_HANDLE == *,SIGUSR1,* ]] && kill -USR1 $PPID; sleep 0.2; exit 1"
     for script, expected in (("exit 3", 3), ("exit 0", 0), (signalled, 0)):
         torchrun = python(tmp_path, f"[[ $1 == - ]] && exit; {script}")
-        done = subprocess.run([SCRIPTS / "node.sh", torchrun, "9", "word"], check=False, timeout=20)
+        done = subprocess.run(
+            [SCRIPTS / "node.sh", torchrun, "9", "word"], check=False, timeout=20
+        )
         assert done.returncode == expected
     # After a signal that comes before torchrun starts, it does not start.
-    torchrun = python(tmp_path, "[[ $1 != - ]] || { kill -TERM $PPID; exit; }; touch started")
-    assert subprocess.run([SCRIPTS / "node.sh", torchrun, "9"], check=False, timeout=20, cwd=tmp_path).returncode == 0
+    torchrun = python(
+        tmp_path, "[[ $1 != - ]] || { kill -TERM $PPID; exit; }; touch started"
+    )
+    assert (
+        subprocess.run(
+            [SCRIPTS / "node.sh", torchrun, "9"], check=False, timeout=20, cwd=tmp_path
+        ).returncode
+        == 0
+    )
     assert not (tmp_path / "started").exists()

@@ -1,4 +1,5 @@
-"""Timelines as text against grids written by hand: forward 1, backward 2, where nothing else is said."""
+"""Timelines as text against grids written by hand: forward 1, backward 2, where nothing
+else is said."""
 
 from __future__ import annotations
 
@@ -6,12 +7,20 @@ import pytest
 
 from megatron_2bw.schedules import SCHEDULES, Shape, parse
 from megatron_2bw.schedules.interleaved import Interleaved
-from megatron_2bw.timelines.simulator import Event, Times, by_stage, iteration_time, simulate
+from megatron_2bw.timelines.simulator import (
+    Event,
+    Times,
+    by_stage,
+    iteration_time,
+    simulate,
+)
 from megatron_2bw.timelines.text import busy, render
 
 
 def rows(schedule, shape: Shape, times: Times = Times(), **options) -> list[str]:
-    return render(simulate(schedule, shape, times), shape.stages, **options).splitlines()
+    return render(
+        simulate(schedule, shape, times), shape.stages, **options
+    ).splitlines()
 
 
 def test_2bw_with_versions():
@@ -27,7 +36,8 @@ def test_2bw_with_versions():
 
 
 def test_interleaved():
-    """Two chunks a stage, forward and backward of a chunk 1: a step holds a number, its chunk and the backward's b."""
+    """Two chunks a stage, forward and backward of a chunk 1: a step holds a number, its
+    chunk and the backward's b."""
     assert rows(Interleaved(2), Shape(2, 2, 0, 1), Times(2, 2))[1:3] == [
         "stage 0  1A  2A  1B  2B  ....1Bb ....2Bb 1Ab 2Ab|",
         "stage 1  ....1A  2A  1B  1Bb 2B  2Bb 1Ab 2Ab ...|",
@@ -42,8 +52,15 @@ def test_update_beside_the_batches_takes_the_stages_time():
 
 def test_cut_says_so():
     text = rows(SCHEDULES["gpipe"], Shape(2, 2, 0, 1), columns=19)
-    assert text[1:4] == ["stage 0  1 2 ......", "stage 1  ..1 2 1bb ", "cut at 19 columns: time 0 to 5 of 9 is shown"]
-    assert not any("cut" in line for line in rows(SCHEDULES["gpipe"], Shape(2, 2, 0, 1), columns=27))
+    assert text[1:4] == [
+        "stage 0  1 2 ......",
+        "stage 1  ..1 2 1bb ",
+        "cut at 19 columns: time 0 to 5 of 9 is shown",
+    ]
+    assert not any(
+        "cut" in line
+        for line in rows(SCHEDULES["gpipe"], Shape(2, 2, 0, 1), columns=27)
+    )
     assert max(map(len, rows(SCHEDULES["2bw"], Shape(4, 4, 0, 9))[:5])) == 160
 
 
@@ -53,17 +70,28 @@ def test_times_without_a_common_step_keep_their_numbers_and_lengths():
     for row, own in zip(render(events, 2).splitlines()[1:3], by_stage(events, 2)):
         words = row.replace("|", " ").replace(".", " ").split()[2:]
         work = [event.action for event in own if event.action.kind in "FB"]
-        assert [word.rstrip("b") for word in words] == [str(action.microbatch + 1) for action in work]
-        assert ["b" in word for word in words] == [action.kind == "B" for action in work]
+        assert [word.rstrip("b") for word in words] == [
+            str(action.microbatch + 1) for action in work
+        ]
+        assert ["b" in word for word in words] == [
+            action.kind == "B" for action in work
+        ]
 
 
 def test_a_backward_in_two_parts():
-    events = [Event(0, action, start, end) for action, start, end in zip(parse("F0@0 B0@0 W0@0"), (0, 1, 2), (1, 2, 3))]
+    events = [
+        Event(0, action, start, end)
+        for action, start, end in zip(parse("F0@0 B0@0 W0@0"), (0, 1, 2), (1, 2, 3))
+    ]
     text = render(events, 1).splitlines()
-    assert text[1] == "stage 0  1  1b 1w " and "1w weights' part of a backward" in text[2]
+    assert (
+        text[1] == "stage 0  1  1b 1w " and "1w weights' part of a backward" in text[2]
+    )
 
 
-@pytest.mark.parametrize("name", ["2bw", "pipedream-flush", "gpipe", "no-pipelining", "pipedream"])
+@pytest.mark.parametrize(
+    "name", ["2bw", "pipedream-flush", "gpipe", "no-pipelining", "pipedream"]
+)
 def test_steady_share_is_the_simulators(name):
     schedule = SCHEDULES[name]
     share, steady = busy(simulate(schedule, Shape(3, 5, 0, 6)), 3)

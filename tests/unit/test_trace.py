@@ -33,8 +33,11 @@ def test_marks_become_times():
     assert recorder.cut() == [] and recorder.resolve([]) == []
 
 
-def records_of(stage: int, shape: Shape, schedule: str = "2bw", times: Times = Times()) -> list[Record]:
-    """A simulated run as if it had been measured; the wait is the time since the action before, or for a late step.
+def records_of(
+    stage: int, shape: Shape, schedule: str = "2bw", times: Times = Times()
+) -> list[Record]:
+    """A simulated run as if it had been measured; the wait is the time since the action
+    before, or for a late step.
 
     With a flush the wait for the step is in it.
     """
@@ -49,7 +52,13 @@ def records_of(stage: int, shape: Shape, schedule: str = "2bw", times: Times = T
     return records
 
 
-def write(folder, shape: Shape, schedule: str = "2bw", pipeline: int = 0, times: Times = Times()) -> None:
+def write(
+    folder,
+    shape: Shape,
+    schedule: str = "2bw",
+    pipeline: int = 0,
+    times: Times = Times(),
+) -> None:
     for stage in range(shape.stages):
         writer = TraceWriter(folder, stage, pipeline)
         for record in records_of(stage, shape, schedule, times):
@@ -62,11 +71,17 @@ def test_files_hold_every_action_and_every_wait(tmp_path):
     for stage in range(3):
         events = read(tmp_path / f"stage-{stage:02d}-pipeline-0.json")
         expected = records_of(stage, shape)
-        assert [event.action for event in timed(events)] == [record.action for record in expected]
+        assert [event.action for event in timed(events)] == [
+            record.action for record in expected
+        ]
         for event, record in zip(timed(events), expected):
-            assert (event.asked, event.start, event.end) == pytest.approx((record.asked, record.start, record.end))
+            assert (event.asked, event.start, event.end) == pytest.approx(
+                (record.asked, record.start, record.end)
+            )
         waits = [event["dur"] for event in events if event.get("cat") == "wait"]
-        assert sum(waits) == pytest.approx(1e6 * sum(record.start - record.asked for record in expected))
+        assert sum(waits) == pytest.approx(
+            1e6 * sum(record.start - record.asked for record in expected)
+        )
 
 
 def test_merge_makes_one_trace_and_a_picture(tmp_path):
@@ -74,26 +89,53 @@ def test_merge_makes_one_trace_and_a_picture(tmp_path):
     trace, picture, page = merge(tmp_path, batches=2)
     loaded = json.loads(trace.read_text())
     stages = {event["tid"] for event in loaded["traceEvents"] if event["ph"] == "X"}
-    assert stages == {0, 1, 2} and all({"ph", "pid", "name"} <= event.keys() for event in loaded["traceEvents"])
+    assert stages == {0, 1, 2} and all(
+        {"ph", "pid", "name"} <= event.keys() for event in loaded["traceEvents"]
+    )
     assert picture.read_bytes()[:4] == b"\x89PNG"
     assert '{"title":"batches 2 to 3","microbatches":3,' in page.read_text()
 
 
-@pytest.mark.parametrize("schedule", sorted(set(SCHEDULES) - {"pipedream"}))  # Megatron's loop adds a joint step to it
-def test_the_simulated_run_of_the_page_is_the_measured_one_where_all_times_are_equal(schedule, tmp_path):
+# Megatron's loop adds a joint step to it
+@pytest.mark.parametrize("schedule", sorted(set(SCHEDULES) - {"pipedream"}))
+def test_the_simulated_run_of_the_page_is_the_measured_one_where_all_times_are_equal(
+    schedule, tmp_path
+):
     late = SCHEDULES[schedule].late_step  # its step is not in the trace
-    times = Times([1, 1.5, 1], [2, 2, 2.5], transfer=[0.5, 0.25, 0], step=0 if late else 0.75)
+    times = Times(
+        [1, 1.5, 1], [2, 2, 2.5], transfer=[0.5, 0.25, 0], step=0 if late else 0.75
+    )
     write(tmp_path, Shape(3, 4, 0, 5), schedule, times=times)
-    found = timelines(last_batches([event for file in tmp_path.iterdir() for event in timed(read(file))], 2))
-    measured, simulated = found["timelines"]["measured"], found["timelines"]["simulated"]
-    assert measured["actions"] == simulated["actions"] and len(measured["actions"][0].split()) >= 2 * 2 * 4
+    found = timelines(
+        last_batches(
+            [event for file in tmp_path.iterdir() for event in timed(read(file))], 2
+        )
+    )
+    measured, simulated = (
+        found["timelines"]["measured"],
+        found["timelines"]["simulated"],
+    )
+    assert (
+        measured["actions"] == simulated["actions"]
+        and len(measured["actions"][0].split()) >= 2 * 2 * 4
+    )
     for own, other in ((measured, simulated), (simulated, measured)):
         for stage, actions in enumerate(own["actions"]):
-            compared = [place for place, word in enumerate(actions.split()) if late or word[0] != "S"]
+            compared = [
+                place
+                for place, word in enumerate(actions.split())
+                if late or word[0] != "S"
+            ]
             for kind in ("starts", "ends"):
-                mine, its = ([each[kind][stage][place] for place in compared] for each in (own, other))
+                mine, its = (
+                    [each[kind][stage][place] for place in compared]
+                    for each in (own, other)
+                )
                 assert mine == pytest.approx(its, abs=1e-2)
-            mine, its = ([wait for wait in each["waits"][stage] if wait[0] in compared] for each in (own, other))
+            mine, its = (
+                [wait for wait in each["waits"][stage] if wait[0] in compared]
+                for each in (own, other)
+            )
             assert mine == [pytest.approx(wait, abs=1e-2) for wait in its]
     assert found["medians"]["forward"] == pytest.approx([1000, 1500, 1000])
     assert found["medians"]["message"] == pytest.approx([500, 250, 0], abs=1e-2)
@@ -101,7 +143,9 @@ def test_the_simulated_run_of_the_page_is_the_measured_one_where_all_times_are_e
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_without_a_batch_that_all_stages_have_reduced_there_is_no_timeline(stage, tmp_path):
+def test_without_a_batch_that_all_stages_have_reduced_there_is_no_timeline(
+    stage, tmp_path
+):
     """A run is killed when one stage's file holds its first lines only."""
     write(tmp_path, Shape(2, 4, 0, 3))
     file = tmp_path / f"stage-{stage:02d}-pipeline-0.json"
@@ -112,12 +156,20 @@ def test_without_a_batch_that_all_stages_have_reduced_there_is_no_timeline(stage
 
 def test_a_late_forward_is_in_the_measured_timeline_only(tmp_path):
     write(tmp_path, Shape(2, 4, 0, 4), "pipedream-flush")
-    batches = last_batches([event for file in tmp_path.iterdir() for event in timed(read(file))], 4)
-    slow = [event._replace(end=event.end + 0.5) if str(event.action) == "F15@3" else event for event in batches.events]
+    batches = last_batches(
+        [event for file in tmp_path.iterdir() for event in timed(read(file))], 4
+    )
+    slow = [
+        event._replace(end=event.end + 0.5) if str(event.action) == "F15@3" else event
+        for event in batches.events
+    ]
     found, before = timelines(batches._replace(events=slow)), timelines(batches)
     assert found["timelines"]["simulated"] == before["timelines"]["simulated"]
     ends, ended = (each["timelines"]["measured"]["ends"] for each in (found, before))
-    places = [each["timelines"]["measured"]["actions"][1].split().index("F15@3") for each in (found, before)]
+    places = [
+        each["timelines"]["measured"]["actions"][1].split().index("F15@3")
+        for each in (found, before)
+    ]
     assert ends[1][places[0]] == pytest.approx(ended[1][places[1]] + 500)
 
 
@@ -132,10 +184,15 @@ def test_a_run_that_was_killed_leaves_what_it_had_written(tmp_path):
 
 def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, capsys):
     writer = TraceWriter(tmp_path, 0, pipeline=0)
-    writer._file = SimpleNamespace(name="trace", write=mock.Mock(side_effect=OSError("No space left on device")))
+    writer._file = SimpleNamespace(
+        name="trace", write=mock.Mock(side_effect=OSError("No space left on device"))
+    )
     for _ in range(2):
         writer.write(records_of(0, Shape(1, 1, 0, 2)))
-    assert capsys.readouterr().err == "> --two-bw-trace: trace ends here: No space left on device\n"
+    assert (
+        capsys.readouterr().err
+        == "> --two-bw-trace: trace ends here: No space left on device\n"
+    )
 
 
 def test_an_earlier_run_is_forgotten(tmp_path):
@@ -144,5 +201,6 @@ def test_an_earlier_run_is_forgotten(tmp_path):
     forget(tmp_path)
     assert list(tmp_path.iterdir()) == []
     writer = TraceWriter(tmp_path, 0, pipeline=0)
-    writer.write(records_of(0, Shape(1, 2, 0, 2))[:2])  # ended before its first reduction
+    # ended before its first reduction
+    writer.write(records_of(0, Shape(1, 2, 0, 2))[:2])
     assert merge(tmp_path) == [tmp_path / "trace.json"]

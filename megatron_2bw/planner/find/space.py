@@ -16,13 +16,18 @@ BLOCK = "block"  # on request
 class Space:
     """The choices of a search. None: all that are legal.
 
-    batch         the largest safe global batch; a plan uses the largest multiple of its microbatches up to that
+    batch         the largest safe global batch; a plan uses the largest multiple of its
+                  microbatches up to that
     microbatch    sizes; by default powers of two
-    virtual       chunks per stage of Megatron's interleaved schedule; by default all divisors of the stage's layers
-    recompute     "stage" keeps the stages' inputs only. It takes as long as "full", so it is tried where that does not
-                  fit. On request: "block" repeats all layers of a stage but some, each number of them
-    uneven        whether first and last stages may have other numbers of layers than the others
-    extra_warmup  for each plan of 2bw also the plan with the extra warm-up that hides its messages (Cost.extra_warmup)
+    virtual       chunks per stage of Megatron's interleaved schedule; by default all
+                  divisors of the stage's layers
+    recompute     "stage" keeps the stages' inputs only. It takes as long as "full", so
+                  it is tried where that does not fit. On request: "block" repeats all
+                  layers of a stage but some, each number of them
+    uneven        whether first and last stages may have other numbers of layers than
+                  the others
+    extra_warmup  for each plan of 2bw also the plan with the extra warm-up that hides
+                  its messages (Cost.extra_warmup)
     host          2bw's optimizer in host memory, for plans that do not fit otherwise
     extrapolate   2bw with --two-bw-correction auto
     context       context-parallel sizes; only 1 by default

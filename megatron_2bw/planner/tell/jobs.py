@@ -1,6 +1,8 @@
-"""A plan as a script that starts it: run.sh for torchrun, job.sbatch for Slurm. Pure Python.
+"""A plan as a script that starts it: run.sh for torchrun, job.sbatch for Slurm. Pure
+Python.
 
-Invariant: a script holds the plan's flags, one per line. The caller's own flags come last, so they take precedence.
+Invariant: a script holds the plan's flags, one per line. The caller's own flags come
+last, so they take precedence.
 """
 
 from __future__ import annotations
@@ -22,13 +24,17 @@ SLURM = Path(__file__).parents[2] / "slurm"  # its scripts train a model by name
 
 
 def torchrun_script(cost: Cost, estimate: Estimate) -> str:
-    """run.sh, which trains the model. The user starts it on each server of the cluster."""
+    """run.sh, which trains the model. The user starts it on each server of the
+    cluster."""
     entry, cluster = f"pretrain_{cost.model.kind}_2bw", cost.cluster
     usage = "./run.sh [FLAGS]"
     first = "NODE_RANK=${NODE_RANK:-0}\nMASTER_ADDR=${MASTER_ADDR:-localhost}"
     if cluster.servers > 1:  # with the defaults each server would wait for itself
         last = cluster.servers - 1
-        usage = f"MASTER_ADDR=HOST NODE_RANK=N ./run.sh [FLAGS]   on each server; HOST is the first, N is 0 to {last}"
+        usage = (
+            "MASTER_ADDR=HOST NODE_RANK=N ./run.sh [FLAGS]   on each server; HOST is "
+            f"the first, N is 0 to {last}"
+        )
         first = f"NODE_RANK=${{NODE_RANK:?the number of this server, 0 to {last}}}\n"
         first += "MASTER_ADDR=${MASTER_ADDR:?the host name of the first server}"
     return f"""\
@@ -69,10 +75,15 @@ exec torchrun \\
 
 
 def sbatch_script(cost: Cost, estimate: Estimate, job_name: str) -> str:
-    """job.sbatch: the same run as a Slurm job. Each start continues from the last checkpoint."""
+    """job.sbatch: the same run as a Slurm job. Each start continues from the last
+    checkpoint."""
     cluster = cost.cluster
     name = re.sub(r"[^\w.-]+", "-", job_name).strip("-") or "megatron-2bw"
-    gpus = [f"--gpus-per-node={cluster.gpus_per_server}"] if cluster.device.name != "cpu" else []
+    gpus = (
+        [f"--gpus-per-node={cluster.gpus_per_server}"]
+        if cluster.device.name != "cpu"
+        else []
+    )
     shipped = (SLURM / f"pretrain_{cost.model.kind}_2bw.sbatch").read_text()
     options = [f"--job-name={name}", f"--nodes={cluster.servers}", *gpus]
     options += re.findall("^#SBATCH (?!--job-name|--nodes)(.+)", shipped, re.MULTILINE)
@@ -117,8 +128,16 @@ def _about(cost: Cost, estimate: Estimate) -> str:
     name, where = (" ".join(text.split()) for text in (cost.model.name, cluster.name))
     context = f"{plan.context} context ranks x " if plan.context > 1 else ""
     sizes = f"{plan.tensor} tensor ranks x {context}{plan.depth} stages x {plan.width} pipelines"
-    batch = f"{plan.microbatches} microbatches of {plan.microbatch}, global batch {plan.global_batch}"
-    lines = [f"{name} on {cluster.servers} x {where} ({cluster.gpus} GPUs), planned by megatron-2bw plan:"]
+    batch = (
+        f"{plan.microbatches} microbatches of {plan.microbatch}, global batch "
+        f"{plan.global_batch}"
+    )
+    lines = [
+        (
+            f"{name} on {cluster.servers} x {where} ({cluster.gpus} GPUs), planned by "
+            "megatron-2bw plan:"
+        )
+    ]
     lines.append(f"{plan.schedule}, {sizes}, {batch}.")
     for text in training.about(cost, estimate):
         lines += textwrap.wrap(text, 110, break_on_hyphens=False)
@@ -129,7 +148,8 @@ _WRONG_DATA = "DATA_ARGS cannot be split into words: a quote does not end"
 
 
 def _arrays(cost: Cost, estimate: Estimate, refuse: str) -> str:
-    """The flags as bash arrays, by subject. The script runs `refuse` if DATA_ARGS cannot be split."""
+    """The flags as bash arrays, by subject. The script runs `refuse` if DATA_ARGS
+    cannot be split."""
     arrays = {
         "model": cost.model.flags(),
         "plan": estimate.plan.flags(cost.precision),
@@ -138,20 +158,34 @@ def _arrays(cost: Cost, estimate: Estimate, refuse: str) -> str:
     }
     lines = []
     for name, words in arrays.items():
-        lines += [f"{name}=(", *(f"    {shlex.join(flag)}" for flag in groups(words)), ")"]
-    # xargs splits into words as a shell does, and expands nothing. A NUL ends each word.
+        lines += [
+            f"{name}=(",
+            *(f"    {shlex.join(flag)}" for flag in groups(words)),
+            ")",
+        ]
+    # xargs splits into words as a shell does, and expands nothing. A NUL ends each
+    # word.
     lines.append("if [[ ${DATA_ARGS:-} == *[![:space:]]* ]]; then")
-    lines.append("    mapfile -d '' -t data < <(xargs printf '%s\\0' <<<\"$DATA_ARGS\" 2>/dev/null)")
+    lines.append(
+        "    mapfile -d '' -t data < <(xargs printf '%s\\0' <<<\"$DATA_ARGS\" 2>/dev/null)"
+    )
     return "\n".join([*lines, f"    wait $! || {refuse}", "fi"])
 
 
 def mock_data(model: Model) -> list[str]:
     """Flags of random tokens from the model's vocabulary."""
-    return ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab)]
+    return [
+        "--mock-data",
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        str(model.vocab),
+    ]
 
 
 def write(path: Path, text: str, flag: str = "--script") -> None:
-    """Write an executable file in one step. UserError names `flag`, also if the file exists."""
+    """Write an executable file in one step. UserError names `flag`, also if the file
+    exists."""
     if os.path.lexists(path):
         raise UserError(f"{flag} {path} exists; remove it or give another name")
     with file_errors(f"{flag} {path}"):

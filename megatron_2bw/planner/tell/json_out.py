@@ -1,4 +1,5 @@
-"""The result of a search as plain JSON: all printed figures, and the bytes of every stage. Pure Python."""
+"""The result of a search as plain JSON: all printed figures, and the bytes of every
+stage. Pure Python."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ def as_json(result: Result) -> dict[str, Any]:
     cost, search = result.cost, result.search
     found = {
         "model": asdict(cost.model),
-        "cluster": asdict(replace(cost.cluster, profile=None)) | {"profile": cost.cluster.profile is not None},
+        "cluster": asdict(replace(cost.cluster, profile=None))
+        | {"profile": cost.cluster.profile is not None},
         "space": asdict(result.space),
         "precision": cost.precision,
         "flash": cost.memory.flash,
@@ -29,9 +31,15 @@ def as_json(result: Result) -> dict[str, Any]:
         "rejected": dict(search.rejected),
         "too_large": {
             "count": len(search.too_large),
-            "fastest": next((_estimate(cost, cost.estimate(plan)) for plan in search.too_large), None),
+            "fastest": next(
+                (_estimate(cost, cost.estimate(plan)) for plan in search.too_large),
+                None,
+            ),
         },
-        "evidence": {term: {"tag": tag, "source": source} for term, (tag, source) in terms(cost).items()},
+        "evidence": {
+            term: {"tag": tag, "source": source}
+            for term, (tag, source) in terms(cost).items()
+        },
         "caveat": CAVEAT,
         "search_seconds": result.seconds,
         "examined": search.examined,
@@ -53,7 +61,10 @@ def _estimate(cost: Cost, estimate: Estimate) -> dict[str, Any]:
         "samples_per_second": estimate.throughput,
         "tokens_per_second": estimate.throughput * cost.model.sequence,
         "split": asdict(estimate.split),
-        "memory": [asdict(stage) | {"certain": stage.certain, "total": stage.total} for stage in estimate.memory],
+        "memory": [
+            asdict(stage) | {"certain": stage.certain, "total": stage.total}
+            for stage in estimate.memory
+        ],
         "capacity": min(estimate.capacities),
         "headroom": estimate.headroom,
     }
