@@ -15,10 +15,12 @@ _HOMES = {
         "SCHEDULES Action Schedule ScheduleError Shape TwoBW parse schedule_of validate"
     ),
     "megatron_2bw.timelines.simulator": "Times simulate",
-    "megatron_2bw.core": (
-        "InPlaceUpdate LateUpdate Neighbours Pipeline Stage StashedUpdate "
-        "StepGroup Update WeightStores Worker connect"
-    ),
+    "megatron_2bw.core.groups": "StepGroup",
+    "megatron_2bw.core.p2p": "Neighbours connect",
+    "megatron_2bw.core.pipeline": "Pipeline Stage Update",
+    "megatron_2bw.core.updates": "InPlaceUpdate LateUpdate StashedUpdate",
+    "megatron_2bw.core.weights": "WeightStores",
+    "megatron_2bw.core.worker": "Worker",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 __all__ = sorted(_HOME_OF)

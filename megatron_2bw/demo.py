@@ -15,8 +15,9 @@ from megatron_2bw import run_log
 from megatron_2bw.data.corpus import build_corpus
 from megatron_2bw.errors import Parser, file_errors, run_program, whole
 from megatron_2bw.files import new_figure, write_figure
+from megatron_2bw.flags.plain_torch import PLAIN_TORCH
 from megatron_2bw.schedules import SCHEDULE_NAMES
-from megatron_2bw.start.torchrun import PLAIN_TORCH, log_interval, run_ranks, torchrun
+from megatron_2bw.start.torchrun import log_interval, run_ranks, torchrun
 
 STAGES, MICROBATCHES, MICRO_BATCH_SIZE, SEQUENCE = 2, 4, 4, 128
 

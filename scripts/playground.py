@@ -38,7 +38,15 @@ import answers  # noqa: E402
 PYODIDE = "314.0.7"
 FILES = "pyodide.mjs pyodide.asm.mjs pyodide.asm.wasm python_stdlib.zip pyodide-lock.json".split()
 # What answers.py imports; of other packages one without any dependency.
-PACKAGE = ("*.py", "schedules/*.py", "timelines/*.py", "models/*.py", "planner/**/*.py")
+PACKAGE = (
+    "*.py",
+    "schedules/*.py",
+    "core/__init__.py",
+    "core/trace_file.py",
+    "timelines/*.py",
+    "models/*.py",
+    "planner/**/*.py",
+)
 OTHER = Path(annotated_types.__file__)
 SIZES = [{"stages": d, "microbatches": m} for d in (2, 4, 8) for m in (4, 8, 16)]
 CURVES = [{"ask": "curve", "over": over} for over in ("microbatches", "transfer")]

@@ -50,8 +50,8 @@ from megatron_2bw.checkpoints.optimizer_state import (
 )
 from megatron_2bw.checkpoints.unpickle import Refused, causes
 from megatron_2bw.errors import UserError
-from megatron_2bw.flags.correction import Correction, parse
 from megatron_2bw.guard import arguments, around
+from megatron_2bw.mcore.correction import Correction, parse
 
 KEY = "two_bw"
 COPIES = ("shadow", "working")  # copies of the weights that it may hold under KEY

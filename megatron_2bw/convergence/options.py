@@ -30,8 +30,9 @@ from megatron_2bw.data.corpus import (
 )
 from megatron_2bw.errors import Parser, UserError, file_errors, names_of, whole, words
 from megatron_2bw.files import write_whole
+from megatron_2bw.flags.plain_torch import PLAIN_TORCH
 from megatron_2bw.models.inputs import numbers
-from megatron_2bw.start.torchrun import PLAIN_TORCH, log_interval, torchrun
+from megatron_2bw.start.torchrun import log_interval, torchrun
 from megatron_2bw.words import flag_of, split_flags
 
 ITERATIONS, SEQUENCE, WARM_UP = 1500, 128, 100

@@ -16,8 +16,8 @@ from pathlib import Path
 from megatron_2bw.checkpoints.folder import TRACKER, problem, same_folder, source
 from megatron_2bw.data import indexed
 from megatron_2bw.errors import UserError, file_errors
+from megatron_2bw.flags.plain_torch import PLAIN_TORCH
 from megatron_2bw.flags.rule import Args, installed, task, value
-from megatron_2bw.start.torchrun import PLAIN_TORCH
 
 
 def transformer_engine(args: Args) -> str | None:

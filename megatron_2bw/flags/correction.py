@@ -17,9 +17,8 @@ which Megatron saves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megatron_2bw.flags.rule import Args
+from megatron_2bw.mcore.correction import Correction
 from megatron_2bw.schedules import TwoBW
 
 # Optimizers whose update is a running mean of gradients, and the decay of that mean.
@@ -45,27 +44,6 @@ GAPS[32768] = (80.3, 14.5, 1.7, -0.1)  # the first two: one seed
 AHEAD = 0.25
 # below it `auto` adds the best factor of a gradient of pure noise, the momentum
 LEAST_MOMENTUM = 0.8
-
-
-@dataclass(frozen=True)
-class Correction:
-    """What a working copy adds to W: `factor` x the last update, `gradient` x its last
-    gradient's part."""
-
-    factor: float = 0.0
-    gradient: float = 0.0
-
-    def __str__(self) -> str:
-        return f"{self.factor:g}" + (
-            f" and gradient {self.gradient:g}" if self.gradient else ""
-        )
-
-
-def parse(text: str) -> Correction:
-    """The correction that `str` has written. Of a factor that changed over the run, in
-    older checkpoints, the first."""
-    factor, _, gradient = text.partition(" and gradient ")
-    return Correction(float(factor.partition(":")[0]), float(gradient or 0))
 
 
 def correction(args: Args, microbatches: int) -> Correction | None:

@@ -18,9 +18,8 @@ from typing import Any, NoReturn
 
 from megatron_2bw.checkpoints import owner
 from megatron_2bw.checkpoints.folder import await_restored, restore_old, same_folder
-from megatron_2bw.data import hub
 from megatron_2bw.errors import UserError, did_you_mean
-from megatron_2bw.flags import checks, environment, own, unsupported
+from megatron_2bw.flags import checks, environment, hub_offline, own, unsupported
 from megatron_2bw.flags.correction import beta1
 from megatron_2bw.flags.own import add_flags
 from megatron_2bw.flags.rule import installed, value
@@ -106,7 +105,7 @@ def parse(
         arguments.validate_args(args, {"tokenizer_type": tokenizer})
         downloads = args.tokenizer_type in build_tokenizer.MEGATRON_TOKENIZERS
         flag = "--tokenizer-type" if downloads else "--tokenizer-model"
-        with hub.reached(flag, value(args, flag) or "."):
+        with hub_offline.reached(flag, value(args, flag) or "."):
             build_tokenizer.build_tokenizer(
                 args
             ) if args.dry_run else set_global_variables(args)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from megatron_2bw import cpu
+from megatron_2bw.flags.plain_torch import PLAIN_TORCH
 from megatron_2bw.flags.rule import installed
 from megatron_2bw.gpu_check import entry
 from megatron_2bw.gpu_check.entry import gpt_flags
@@ -28,7 +29,6 @@ from megatron_2bw.local_ranks import run_world
 from megatron_2bw.models.model import preset
 from megatron_2bw.models.plan import Plan
 from megatron_2bw.planner.cost.memory import Memory
-from megatron_2bw.start.torchrun import PLAIN_TORCH
 from megatron_2bw.words import merged
 
 # seconds before the time limit, at which a rank prints where its threads are

@@ -40,7 +40,7 @@ def check(args: argparse.Namespace) -> None:
     Megatron's own schedule is left alone.
     """
     from megatron_2bw.flags import parse
-    from megatron_2bw.start.exits import stop
+    from megatron_2bw.flags.stop import stop
 
     if args.pipeline_schedule != "megatron":
         parse.check(args, stop)
@@ -84,12 +84,12 @@ def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | N
 def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
     """The runtime of `args.pipeline_schedule`, which reads the training loop's position
     from `args`."""
+    from megatron_2bw.core.trace_file import forget
     from megatron_2bw.flags import correction, own
     from megatron_2bw.mcore.batch_sizes import planned, position
     from megatron_2bw.mcore.late_step import Options
     from megatron_2bw.mcore.runtime import MegatronRuntime
     from megatron_2bw.schedules import schedule_of
-    from megatron_2bw.timelines.trace import forget
 
     if args.two_bw_trace is not None and args.rank == 0:
         forget(args.two_bw_trace)

@@ -42,8 +42,8 @@ from megatron_2bw.core.streams import own_stream
 from megatron_2bw.core.updates import LateUpdate
 from megatron_2bw.core.weights import WeightStores
 from megatron_2bw.core.worker import Worker
-from megatron_2bw.flags.correction import Correction
 from megatron_2bw.mcore.complete_gradients import CompleteGradients
+from megatron_2bw.mcore.correction import Correction
 from megatron_2bw.mcore.grad_buffers import GradientSlots, Slot
 from megatron_2bw.mcore.groups import Groups
 from megatron_2bw.mcore.host_memory import HostMemory, empty_pages, settle

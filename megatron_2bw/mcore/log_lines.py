@@ -39,15 +39,14 @@ from megatron_2bw.core.streams import own_stream
 from megatron_2bw.mcore.batch_sizes import planned
 from megatron_2bw.mcore.late_step import StepResult
 from megatron_2bw.mcore.stage_times import Meeting, StageStats
-from megatron_2bw.models import cluster
 
-# The GPUs of which the planner has the peak, by torch's names. Their PCIe and NVL
-# versions have others, but A100's.
-GPUS = {
-    r"Tesla V100-SXM\d-": cluster.GPUS["V100-16GB"],
-    r"NVIDIA A100[- ]": cluster.GPUS["A100-80GB"],
-    r"NVIDIA H100 80GB HBM3$": cluster.GPUS["H100-80GB"],
-    r"NVIDIA H200$": cluster.GPUS["H200-141GB"],
+# Peak of the matrix units in 16-bit floats, by torch's names of GPUs (NVIDIA's data
+# sheets). Their PCIe and NVL versions have other peaks, but not A100's.
+TFLOPS = {
+    r"Tesla V100-SXM\d-": 125,
+    r"NVIDIA A100[- ]": 312,
+    r"NVIDIA H100 80GB HBM3$": 989,
+    r"NVIDIA H200$": 989,
 }
 
 
@@ -314,14 +313,10 @@ def mfu(args: Any, size: float, seconds: float) -> float | None:
     float16.
     """
     name = torch.cuda.get_device_name()
-    peak = next(
-        (
-            device.tflops * 1e12
-            for pattern, device in GPUS.items()
-            if re.match(pattern, name)
-        ),
-        None,
-    )
+    peak = None
+    for pattern, tflops in TFLOPS.items():
+        if re.match(pattern, name):
+            peak = tflops * 1e12
     if peak is None or args.params_dtype is torch.float32 or args.fp8:
         return None
     return training.num_floating_point_operations(args, size) / (

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_2bw.checkpoints import folder
-from megatron_2bw.flags import rehearsal
 from megatron_2bw.guard import Patch, row
 from megatron_2bw.mcore import repairs as repair
+from megatron_2bw.mcore import torch_norm
 
 if TYPE_CHECKING:
     from megatron_2bw.mcore.runtime import MegatronRuntime
@@ -268,7 +268,7 @@ def for_cpu() -> list[Patch]:
                 "persist_layer_norm zero_centered_gamma normalization)"
             ),
             "without Apex it has neither sequence parallelism nor --apply-layernorm-1p",
-            rehearsal.torch_norm,
+            torch_norm.torch_norm,
         ),
         in_loop(
             "initialize_megatron(allow_no_cuda skip_mpu_initialization get_embedding_ranks "

@@ -19,21 +19,16 @@ from megatron.core.pipeline_parallel import schedules as megatron_schedules
 from megatron.training import get_args, print_rank_0
 
 from megatron_2bw.checkpoints.state import RunState
-from megatron_2bw.core import (
-    InPlaceUpdate,
-    Pipeline,
-    Recorder,
-    StashedUpdate,
-    Update,
-    WeightStores,
-    connect,
-)
 from megatron_2bw.core.groups import streams_warning
-from megatron_2bw.core.p2p import connect_group
-from megatron_2bw.core.pipeline import WARM_UP
-from megatron_2bw.flags.correction import Correction
+from megatron_2bw.core.p2p import connect, connect_group
+from megatron_2bw.core.pipeline import WARM_UP, Pipeline, Update
+from megatron_2bw.core.recorder import Recorder
+from megatron_2bw.core.trace_file import TraceWriter
+from megatron_2bw.core.updates import InPlaceUpdate, StashedUpdate
+from megatron_2bw.core.weights import WeightStores
 from megatron_2bw.guard import arguments, around
 from megatron_2bw.mcore.batch_sizes import Position
+from megatron_2bw.mcore.correction import Correction
 from megatron_2bw.mcore.grad_buffers import all_buffers
 from megatron_2bw.mcore.late_step import LateStep, Options, StepResult
 from megatron_2bw.mcore.log_lines import LogLines
@@ -41,7 +36,6 @@ from megatron_2bw.mcore.stage import Call, MegatronStage
 from megatron_2bw.mcore.stage_times import Meeting, StageClock
 from megatron_2bw.mcore.working_copy import resume_note
 from megatron_2bw.schedules import Schedule, Shape
-from megatron_2bw.timelines.trace import TraceWriter
 
 
 class MegatronRuntime:

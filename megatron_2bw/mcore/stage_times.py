@@ -13,9 +13,9 @@ import torch
 
 from megatron_2bw.core.groups import new_group
 from megatron_2bw.core.recorder import Marks, Record, Recorder
+from megatron_2bw.core.trace_file import TraceWriter
 from megatron_2bw.mcore.groups import gather
 from megatron_2bw.schedules import B
-from megatron_2bw.timelines.trace import TraceWriter
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The working copy: weights near those that a gradient changes, on which it is taken
 (--two-bw-correction).
 
-A weight store holds the working copy W'(j) of flags/correction.py in model precision.
+A weight store holds the working copy W'(j) of correction.py in model precision.
 The true W(j) are the optimizer's main parameters; they are what is evaluated and saved
 as the model's weights.
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megatron_2bw.core.weights import WeightStores
-from megatron_2bw.flags.correction import Correction
+from megatron_2bw.mcore.correction import Correction
 from megatron_2bw.mcore.grad_buffers import GradientSlots
 from megatron_2bw.mcore.proxies import Proxies
 from megatron_2bw.portions import portions
@@ -258,7 +258,7 @@ def add_gradients(
     times: float,
 ) -> None:
     """Add to `working`, `times` over, the last gradients' part D of the last update of
-    `stepped` (flags/correction.py).
+    `stepped` (correction.py).
 
     Adam: -(1 - beta1) rate g / (sqrt(v / (1 - beta2^t)) + eps); SGD: -rate g. Nothing
     for other optimizers.

@@ -18,10 +18,9 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from megatron_2bw.errors import UserError, report
-from megatron_2bw.files import write_json
+from megatron_2bw.flags.stop import PATIENCE, program
 from megatron_2bw.start import screen
 
-PATIENCE = 5  # seconds that a rank with a peer's failure waits to be stopped
 GRACE = 20  # seconds that Python may take to exit: a flush can wait for a lost rank
 
 # torch's messages on a rank that has lost another one.
@@ -79,31 +78,3 @@ def leave(error: Exception, flush: Callable[[], None] | None = None) -> NoReturn
         with contextlib.suppress(Exception):
             flush()
     sys.exit(1)
-
-
-def stop(line: str) -> NoReturn:
-    """End this rank with status 2; the first rank of a job reports why.
-
-    torchrun then stops the others. A rank that still runs after PATIENCE has an error
-    of its own and reports it.
-    """
-    if os.environ.get("RANK", "0") != "0":
-        time.sleep(PATIENCE)
-    report(program(), line)
-    # torchrun ends with a report, and quotes this in it
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        text = f"{program()}: error: {line}"
-        write_json(
-            file,
-            {
-                "message": {
-                    "message": text,
-                    "extraInfo": {"timestamp": str(int(time.time()))},
-                }
-            },
-        )
-    sys.exit(2)
-
-
-def program() -> str:
-    return os.path.basename(sys.argv[0])

@@ -13,15 +13,20 @@ import importlib
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 
 from megatron_2bw.errors import UserError
 from megatron_2bw.flags import early, parse
+from megatron_2bw.flags.stop import stop
 from megatron_2bw.processes import end_with_parent
 from megatron_2bw.start import exits, screen
-from megatron_2bw.start.exits import stop
 from megatron_2bw.start.torchrun import shared_store
 from megatron_2bw.words import expand_files
+
+TRACE = (
+    "megatron_2bw.timelines.trace"  # the command that joins the files of --two-bw-trace
+)
 
 
 def launch(task: str) -> None:
@@ -136,13 +141,13 @@ def _merge_trace(args, runtime) -> None:
         return
     import torch.distributed as dist
 
-    from megatron_2bw.timelines import trace
-
     runtime.close_trace()
     if dist.is_initialized():
         dist.barrier()
     if args.rank == 0 and any(args.two_bw_trace.glob("stage-*")):
-        print(
-            f"> --two-bw-trace: wrote {' and '.join(map(str, trace.merge(args.two_bw_trace)))}",
-            flush=True,
-        )
+        # The planner's side draws: a command of its own.
+        command = [sys.executable, "-m", TRACE, str(args.two_bw_trace)]
+        merged = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if merged.returncode == 0:
+            files = " and ".join(merged.stdout.split("\n")[:-1])
+            print(f"> --two-bw-trace: wrote {files}", flush=True)

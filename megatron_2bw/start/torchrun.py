@@ -20,12 +20,6 @@ ROOT = Path(__file__).resolve().parents[2]
 # a store for each start of the ranks, with --rdzv-backend c10d
 OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
-# What runs on any host: without Transformer Engine and Apex.
-PLAIN_TORCH = """
-    --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion
-    --no-rope-fusion
-""".split()
-
 
 def torchrun(
     ranks: int, task: str = "gpt", *options: str, script: str | Path | None = None

@@ -21,8 +21,9 @@ from megatron_2bw.checkpoints.folder import TRACKER
 from megatron_2bw.errors import Parser, UserError, usage_error, whole
 from megatron_2bw.files import read_yaml
 from megatron_2bw.flags import early
+from megatron_2bw.flags.plain_torch import PLAIN_TORCH
 from megatron_2bw.flags.rule import installed
-from megatron_2bw.start.torchrun import PLAIN_TORCH, run_ranks, torchrun
+from megatron_2bw.start.torchrun import run_ranks, torchrun
 from megatron_2bw.words import expand_files, flag_of, groups, merged, split_by
 
 SIZES = (

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_2bw.flags import rehearsal
+from megatron_2bw.mcore import torch_norm
 from tests.distributed.compare import run_pipeline
 from tests.distributed.training import command
 from tests.unit import command_lines
@@ -57,7 +58,7 @@ def test_norms_with_weights_around_0(kind):
     config = types.SimpleNamespace(
         layernorm_zero_centered_gamma=True, sequence_parallel=True
     )
-    norm = rehearsal.torch_norm(lambda cls, config, size: kind(size))(kind, config, 8)
+    norm = torch_norm.torch_norm(lambda cls, config, size: kind(size))(kind, config, 8)
     plain, x = kind(8), torch.randn(4, 8)
     torch.testing.assert_close(norm(x), plain(x))
     assert (

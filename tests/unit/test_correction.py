@@ -15,14 +15,13 @@ import torch
 
 from megatron_2bw.flags.correction import (
     GAPS,
-    Correction,
     beta1,
     correction,
     late_of,
     notes,
-    parse,
 )
 from megatron_2bw.flags.own import START, sync_iterations
+from megatron_2bw.mcore.correction import Correction, parse
 from megatron_2bw.mcore.working_copy import resume_note
 from megatron_2bw.portions import portions
 

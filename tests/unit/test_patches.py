@@ -129,11 +129,11 @@ def test_a_patched_checkout_leaves_megatrons_own_schedule_alone(monkeypatch):
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron_2bw import native
-    from megatron_2bw.start import exits
+    from megatron_2bw.flags import stop
 
     stopped = []
     monkeypatch.setattr(
-        exits, "stop", lambda message: stopped.append(message) or sys.exit(2)
+        stop, "stop", lambda message: stopped.append(message) or sys.exit(2)
     )
     parser = native.add_flags(
         add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))

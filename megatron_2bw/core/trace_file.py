@@ -1,0 +1,117 @@
+"""The file of --two-bw-trace that a rank writes: when each action of a stage ran and
+how long it waited before.
+
+Each rank appends its events to its own file, in Chrome's JSON array format. The closing
+bracket may be missing, so the trace of a killed run opens.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from megatron_2bw.schedules import Action, B, F, W
+
+
+class Timed(Protocol):
+    """An action and its times in seconds: asked for, started, ended."""
+
+    @property
+    def action(self) -> Action: ...
+    @property
+    def asked(self) -> float: ...
+    @property
+    def start(self) -> float: ...
+    @property
+    def end(self) -> float: ...
+
+
+class TraceWriter:
+    """Appends the records of one rank to DIR/stage-S-pipeline-P.json."""
+
+    def __init__(self, directory: Path, stage: int, pipeline: int):
+        directory.mkdir(parents=True, exist_ok=True)
+        self.stage, self.pipeline = stage, pipeline
+        path = directory / f"stage-{stage:02d}-pipeline-{pipeline}.json"
+        self._file: TextIO | None = open(path, "w", encoding="utf-8")
+        self._file.write("[\n")
+        self._emit(*names_of(f"pipeline {pipeline}", [stage], pipeline))
+
+    def write(self, records: Iterable[Timed]) -> None:
+        """Append; a full disk ends the trace with one line, but not the training."""
+        if self._file is None:
+            return
+        try:
+            self._emit(
+                *(
+                    span
+                    for record in records
+                    for span in spans_of(record, self.stage, self.pipeline)
+                )
+            )
+        except OSError as error:
+            print(
+                f"> --two-bw-trace: {self._file.name} ends here: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._file = None
+
+    def _emit(self, *events: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write("".join(json.dumps(event) + ",\n" for event in events))
+        self._file.flush()
+
+
+def names_of(
+    title: str, stages: Iterable[int], pipeline: int = 0
+) -> list[dict[str, Any]]:
+    """The events that name a pipeline and its stages."""
+    place = {"ph": "M", "pid": pipeline}
+    names = [
+        {
+            "name": "thread_name",
+            **place,
+            "tid": stage,
+            "args": {"name": f"stage {stage}"},
+        }
+        for stage in stages
+    ]
+    return [{"name": "process_name", **place, "args": {"name": title}}, *names]
+
+
+def spans_of(
+    timed: Timed, stage: int, pipeline: int = 0, **more: Any
+) -> Iterator[dict[str, Any]]:
+    """The events of an action, `more` in its arguments, and of the wait before it. Its
+    times are in seconds."""
+
+    def span(name: str, kind: str, start: float, end: float) -> dict[str, Any]:
+        place = {"name": name, "cat": kind, "ph": "X", "pid": pipeline, "tid": stage}
+        return place | {"ts": start * 1e6, "dur": (end - start) * 1e6}
+
+    action, waited = timed.action, timed.start - timed.asked
+    if waited > 1e-6:
+        yield span("wait", "wait", timed.asked, timed.start) | {"cname": "grey"}
+    number = "microbatch" if action.kind in (F, B, W) else "batch"
+    args = {
+        "kind": action.kind,
+        number: action.number,
+        "version": action.version,
+        **more,
+        "waited_ms": waited * 1e3,
+    }
+    yield span(str(action), action.kind, timed.start, timed.end) | {"args": args}
+
+
+def forget(directory: Path) -> None:
+    """Remove the files of an earlier run, which may have had other stages."""
+    for file in (
+        *directory.glob("stage-*-pipeline-*.json"),
+        *directory.glob("timeline.*"),
+        directory / "trace.json",
+    ):
+        file.unlink(missing_ok=True)

@@ -1,0 +1,26 @@
+"""What a working copy of the weights adds to them, with --two-bw-correction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What a working copy adds to W: `factor` x the last update, `gradient` x its last
+    gradient's part."""
+
+    factor: float = 0.0
+    gradient: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.factor:g}" + (
+            f" and gradient {self.gradient:g}" if self.gradient else ""
+        )
+
+
+def parse(text: str) -> Correction:
+    """The correction that `str` has written. Of a factor that changed over the run, in
+    older checkpoints, the first."""
+    factor, _, gradient = text.partition(" and gradient ")
+    return Correction(float(factor.partition(":")[0]), float(gradient or 0))
