@@ -15,7 +15,7 @@ help:
 	@echo "make test-slurm  train on a real Slurm of two nodes on this host (four minutes; needs slurm-wlm and munge)"
 	@echo "make oracles   compare models and losses with those of megatron-bridge and lm-eval (two minutes; installs both in build/)"
 	@echo "make test-next MEGATRON=DIR  names and bits on another Megatron, such as a checkout of its main branch (two minutes)"
-	@echo "make lint      ruff (check and format), and the types of core/ and schedules/"
+	@echo "make lint      ruff (check and format), the types of engine/ and schedules/, and the order of the rooms"
 	@echo "make bench     how busy the stages are under each schedule (a quarter of an hour; needs an idle machine)"
 	@echo "make convergence  the loss of 2BW against vanilla's, recorded in docs/convergence.md (50 minutes; fails above 0.1 %)"
 	@echo "make paper     every figure and table of the paper: predicted, measured here, its own values (four minutes)"
@@ -109,6 +109,7 @@ lint: install
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+	.venv/bin/lint-imports --no-logo
 
 bench: install
 	$(PYTHON) bench/schedule_efficiency.py --stages 8 --microbatches 8 --json out/bench/all_schedules.json
@@ -125,7 +126,7 @@ PAPER := --lr-decay-style linear --lr-warmup-fraction 0.01 --min-lr 1e-5 --adam-
 PAPER_GAP := 0.3
 
 convergence: install
-	@data=$$($(PYTHON) -c "from megatron_2bw.data.corpus import build_corpus as c; print(*c(vocab_size=512).flags())") && \
+	@data=$$($(PYTHON) -c "from megatron_2bw.tools.data.corpus import build_corpus as c; print(*c(vocab_size=512).flags())") && \
 	for batch in $(BATCHES); do \
 	    set -- $$(echo $$batch | tr : ' '); \
 	    $(PYTHON) -m megatron_2bw.cli convergence batch$$1-$(ITERATIONS) --variants vanilla --variant "half=$(AUTO) 2" \
@@ -151,7 +152,7 @@ test-playground: install
 
 # The pages' JavaScript, HTML and CSS; .prettierrc.json is its configuration.
 PRETTIER := npx --yes prettier@3.10.1
-PAGES := docs/playground megatron_2bw/timelines/page megatron_2bw/planner/tell/page tests/page
+PAGES := docs/playground megatron_2bw/tools/timelines/page megatron_2bw/tools/planner/tell/page tests/page
 
 lint-page:
 	$(PRETTIER) --check $(PAGES)

@@ -30,13 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from bench.tables import new_parser, write_result
-from megatron_2bw.flags.plain_torch import PLAIN_TORCH
-from megatron_2bw.gpu_check import entry, rows
-from megatron_2bw.gpu_check.entry import gpt_flags
-from megatron_2bw.local_ranks import run_world
-from megatron_2bw.models.model import Model, preset
-from megatron_2bw.models.plan import Plan
-from megatron_2bw.planner.cost.memory import GIB, Memory
+from megatron_2bw.base.local_ranks import run_world
+from megatron_2bw.run.flags.plain_torch import PLAIN_TORCH
+from megatron_2bw.tools.gpu_check import entry, rows
+from megatron_2bw.tools.gpu_check.entry import gpt_flags
+from megatron_2bw.tools.planner.cost.memory import GIB, Memory
+from megatron_2bw.tools.planner.descriptions.model import Model, preset
+from megatron_2bw.tools.planner.descriptions.plan import Plan
 from tests.device import build
 
 SEQUENCE, FIRST = 512, 4

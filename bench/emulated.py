@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from megatron_2bw.core.p2p import Channel
-from megatron_2bw.gpu_check import entry
+from megatron_2bw.engine.p2p import Channel
+from megatron_2bw.tools.gpu_check import entry
 
 
 @dataclass

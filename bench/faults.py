@@ -36,17 +36,17 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.tables import new_parser, write_result
-from megatron_2bw import run_log
-from megatron_2bw.checkpoints.folder import (
+from megatron_2bw.base import run_log
+from megatron_2bw.base.local_ranks import WorldError
+from megatron_2bw.base.processes import exit_on_signals, free_port, stop_tree
+from megatron_2bw.mcore.checkpoints.folder import (
     TRACKER,
     checkpoint_name,
     latest_iteration,
     problem,
 )
-from megatron_2bw.gpu_check.entry import gpt_flags
-from megatron_2bw.local_ranks import WorldError
-from megatron_2bw.processes import exit_on_signals, free_port, stop_tree
-from megatron_2bw.start.torchrun import ROOT, start, torchrun
+from megatron_2bw.run.start.torchrun import ROOT, start, torchrun
+from megatron_2bw.tools.gpu_check.entry import gpt_flags
 
 PATIENCE = 120.0  # seconds without any progress, after which the run counts as hung
 # relative frequencies

@@ -29,17 +29,17 @@ from bench import planner_published as published
 from bench.planner_checks import Check, compared, described, within
 from bench.schedule_efficiency import OURS, measure
 from bench.tables import new_parser, write_result
-from megatron_2bw.errors import names_of
-from megatron_2bw.models import cluster, model
-from megatron_2bw.models.inputs import numbers
-from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.find import advice
-from megatron_2bw.planner.find.search import Search, on_fewer
-from megatron_2bw.planner.find.space import Space
-from megatron_2bw.planner.tell import explain
+from megatron_2bw.base.errors import names_of
 from megatron_2bw.schedules import SCHEDULES, TwoBW
 from megatron_2bw.schedules.interleaved import Interleaved
-from megatron_2bw.timelines.simulator import Times, iteration_time
+from megatron_2bw.tools.planner.cost.simulated import Cost
+from megatron_2bw.tools.planner.descriptions import cluster, model
+from megatron_2bw.tools.planner.descriptions.inputs import numbers
+from megatron_2bw.tools.planner.find import advice
+from megatron_2bw.tools.planner.find.search import Search, on_fewer
+from megatron_2bw.tools.planner.find.space import Space
+from megatron_2bw.tools.planner.tell import explain
+from megatron_2bw.tools.timelines.simulator import Times, iteration_time
 
 LARGE = model.Model(
     "405b",

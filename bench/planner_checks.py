@@ -7,11 +7,11 @@ import csv
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_2bw.models import cluster, model
-from megatron_2bw.models.plan import Plan
-from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.find.search import Search
-from megatron_2bw.planner.find.space import Space
+from megatron_2bw.tools.planner.cost.simulated import Cost
+from megatron_2bw.tools.planner.descriptions import cluster, model
+from megatron_2bw.tools.planner.descriptions.plan import Plan
+from megatron_2bw.tools.planner.find.search import Search
+from megatron_2bw.tools.planner.find.space import Space
 
 MEASURED = Path(__file__).resolve().parent / "measured"
 # The paper's system: no tensor parallelism, no sharded optimizer, even stages, every

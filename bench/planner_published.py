@@ -21,15 +21,15 @@ from bench.planner_checks import (
     table,
     within,
 )
-from megatron_2bw.models import cluster
-from megatron_2bw.models.model import LLAMA_LAYER, Model
-from megatron_2bw.models.plan import Plan
-from megatron_2bw.planner.cost.compute import Compute
-from megatron_2bw.planner.cost.links import Group, all_reduce
-from megatron_2bw.planner.cost.memory import GIB
-from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.measure import calibrate
-from megatron_2bw.planner.measure.runs import Run, read_runs
+from megatron_2bw.tools.planner.cost.communication import Group, all_reduce
+from megatron_2bw.tools.planner.cost.compute import Compute
+from megatron_2bw.tools.planner.cost.memory import GIB
+from megatron_2bw.tools.planner.cost.simulated import Cost
+from megatron_2bw.tools.planner.descriptions import cluster
+from megatron_2bw.tools.planner.descriptions.model import LLAMA_LAYER, Model
+from megatron_2bw.tools.planner.descriptions.plan import Plan
+from megatron_2bw.tools.planner.measure import calibrate
+from megatron_2bw.tools.planner.measure.runs import Run, read_runs
 
 # Flash attention with dropout in Megatron's deterministic mode, in times of the same
 # without both.

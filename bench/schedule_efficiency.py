@@ -37,11 +37,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.emulated import PEERS, iteration_seconds, train, train_with_torch
 from bench.tables import bar_chart, new_parser, write_result
-from megatron_2bw.errors import names_of, words
-from megatron_2bw.gpu_check.entry import gpt_flags, nothing
-from megatron_2bw.local_ranks import WorldError, run_world
-from megatron_2bw.models.inputs import numbers
-from megatron_2bw.words import merged
+from megatron_2bw.base.argv import merged
+from megatron_2bw.base.errors import names_of, words
+from megatron_2bw.base.local_ranks import WorldError, run_world
+from megatron_2bw.tools.gpu_check.entry import gpt_flags, nothing
+from megatron_2bw.tools.planner.descriptions.inputs import numbers
 
 OURS = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
 ALL = (*OURS, "megatron-interleaved", *PEERS)

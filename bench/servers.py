@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_2bw.errors import UserError
+from megatron_2bw.base.errors import UserError
 
 # no other host is in these networks
 INTERFACE, ADDRESSES = "wire", ("10.0.0.1", "10.0.0.2")

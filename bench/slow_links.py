@@ -38,15 +38,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.emulated import train
 from bench.servers import ADDRESSES, BUCKET, INTERFACE, MTU, QUEUE, Servers, sent_bytes
 from bench.tables import new_parser, write_result
-from megatron_2bw import run_log
-from megatron_2bw.errors import names_of, run_program, words
-from megatron_2bw.files import new_figure
-from megatron_2bw.gpu_check.entry import gpt_flags
-from megatron_2bw.local_ranks import WorldError, own_output, run_world
-from megatron_2bw.models.model import Model
-from megatron_2bw.processes import exit_on_signals
+from megatron_2bw.base import run_log
+from megatron_2bw.base.errors import names_of, run_program, words
+from megatron_2bw.base.files import new_figure
+from megatron_2bw.base.local_ranks import WorldError, own_output, run_world
+from megatron_2bw.base.processes import exit_on_signals
 from megatron_2bw.schedules import TwoBW
-from megatron_2bw.timelines.simulator import Times, iteration_time
+from megatron_2bw.tools.gpu_check.entry import gpt_flags
+from megatron_2bw.tools.planner.descriptions.model import Model
+from megatron_2bw.tools.timelines.simulator import Times, iteration_time
 
 # --two-bw-extra-warmup: more forwards ahead, which hide the messages
 AHEAD = {"2bw": 0, "2bw-ahead": 1}

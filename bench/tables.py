@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_2bw.files import new_figure, write_figure, write_json
+from megatron_2bw.base.files import new_figure, write_figure, write_json
 
 BENCHES = {"efficiency": "schedule_efficiency", "slowdown": "slow_links"}  # by a column
 COLOURS = ("#0072b2", "#bdbdbd", "#e69f00", "#00664c")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 
 from megatron_2bw.schedules import Action, B, F, Schedule, W
-from megatron_2bw.timelines.simulator import Times, simulate_lists
+from megatron_2bw.tools.timelines.simulator import Times, simulate_lists
 
 
 class ZeroBubble(Schedule):

@@ -14,13 +14,13 @@ _HOMES = {
     "megatron_2bw.schedules": (
         "SCHEDULES Action Schedule ScheduleError Shape TwoBW parse schedule_of validate"
     ),
-    "megatron_2bw.timelines.simulator": "Times simulate",
-    "megatron_2bw.core.groups": "StepGroup",
-    "megatron_2bw.core.p2p": "Neighbours connect",
-    "megatron_2bw.core.pipeline": "Pipeline Stage Update",
-    "megatron_2bw.core.updates": "InPlaceUpdate LateUpdate StashedUpdate",
-    "megatron_2bw.core.weights": "WeightStores",
-    "megatron_2bw.core.worker": "Worker",
+    "megatron_2bw.tools.timelines.simulator": "Times simulate",
+    "megatron_2bw.engine.process_groups": "StepGroup",
+    "megatron_2bw.engine.p2p": "Neighbours connect",
+    "megatron_2bw.engine.pipeline": "Pipeline Stage Update",
+    "megatron_2bw.engine.updates": "InPlaceUpdate LateUpdate StashedUpdate",
+    "megatron_2bw.engine.weights": "WeightStores",
+    "megatron_2bw.engine.worker": "Worker",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 __all__ = sorted(_HOME_OF)

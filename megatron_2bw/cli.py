@@ -12,49 +12,58 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_2bw import __version__
-from megatron_2bw.errors import did_you_mean, run_program, usage_error
-from megatron_2bw.processes import exit_on_signals
+from megatron_2bw.base.errors import did_you_mean, run_program, usage_error
+from megatron_2bw.base.processes import exit_on_signals
 
 COMMANDS = {  # name: (module:function, what it does)
     "plan": (
-        "megatron_2bw.planner.cli:main",
+        "megatron_2bw.tools.planner.plan_command:main",
         "the fastest sizes and schedule that fit",
     ),
     "preprocess": (
-        "megatron_2bw.data.preprocess_cli:main",
+        "megatron_2bw.tools.data.preprocess_command:main",
         "text or conversations to Megatron's datasets",
     ),
-    "train": ("megatron_2bw.start.train:main", "train a GPT or a BERT"),
+    "train": ("megatron_2bw.run.start.train:main", "train a GPT or a BERT"),
     "finetune": (
-        "megatron_2bw.start.finetune:main",
+        "megatron_2bw.run.start.finetune:main",
         "a Hugging Face model on conversations, by one file",
     ),
     "evaluate": (
-        "megatron_2bw.start.train:evaluate",
+        "megatron_2bw.run.start.train:evaluate",
         "validation and test loss of a checkpoint",
     ),
-    "sample": ("megatron_2bw.convert.sample:main", "text from a checkpoint of a GPT"),
-    "convert": ("megatron_2bw.convert.cli:main", "from and to Hugging Face models"),
-    "simulate": ("megatron_2bw.planner.tools:run_simulate", "a schedule's timeline"),
+    "sample": (
+        "megatron_2bw.tools.convert.sample:main",
+        "text from a checkpoint of a GPT",
+    ),
+    "convert": (
+        "megatron_2bw.tools.convert.convert_command:main",
+        "from and to Hugging Face models",
+    ),
+    "simulate": (
+        "megatron_2bw.tools.planner.other_commands:run_simulate",
+        "a schedule's timeline",
+    ),
     "trace": (
-        "megatron_2bw.timelines.trace:main",
+        "megatron_2bw.tools.timelines.trace:main",
         "join and draw the records of --two-bw-trace",
     ),
     "convergence": (
-        "megatron_2bw.convergence.run:main",
+        "megatron_2bw.tools.convergence.run:main",
         "the losses with and without 2BW's delay",
     ),
     "slurm": (
-        "megatron_2bw.slurm.status:main",
+        "megatron_2bw.tools.slurm.status:main",
         "the script of a Slurm job, and the states of jobs",
     ),
-    "demo": ("megatron_2bw.demo:main", "train a small GPT for two minutes"),
+    "demo": ("megatron_2bw.tools.demo:main", "train a small GPT for two minutes"),
     "gpu-check": (
-        "megatron_2bw.gpu_check.runner:main",
+        "megatron_2bw.tools.gpu_check.runner:main",
         "the schedules on this machine's GPUs",
     ),
     "doctor": (
-        "megatron_2bw.start.doctor:main",
+        "megatron_2bw.run.start.doctor:main",
         "what is installed, and what it means for a run",
     ),
 }
@@ -84,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         print(
             Path(__file__)
-            .with_name("completion.bash")
+            .with_name("tools")
+            .joinpath("completion.bash")
             .read_text()
             .replace("COMMANDS", " ".join(COMMANDS)),
             end="",

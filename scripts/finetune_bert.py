@@ -36,10 +36,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_2bw.data.corpus import DEFAULT_MAX_BYTES, read_library
-from megatron_2bw.errors import UserError, run_program, words
-from megatron_2bw.files import write_json
-from megatron_2bw.start.torchrun import ROOT
+from megatron_2bw.base.errors import UserError, run_program, words
+from megatron_2bw.base.files import write_json
+from megatron_2bw.run.start.torchrun import ROOT
+from megatron_2bw.tools.data.corpus import DEFAULT_MAX_BYTES, read_library
 from scripts.paper_data import PAPER
 
 TASKS: dict[str, dict[str, Any]] = PAPER["finetuning"]

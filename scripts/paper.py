@@ -34,12 +34,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.tables import table
-from megatron_2bw.convergence import plot as convergence_plot
-from megatron_2bw.errors import Parser, UserError, names_of, run_program
-from megatron_2bw.files import write_csv, write_whole
+from megatron_2bw.base.errors import Parser, UserError, names_of, run_program
+from megatron_2bw.base.files import write_csv, write_whole
+from megatron_2bw.run.start.torchrun import ROOT
 from megatron_2bw.schedules import SCHEDULES, Shape
-from megatron_2bw.start.torchrun import ROOT
-from megatron_2bw.timelines.picture import draw_shapes
+from megatron_2bw.tools.convergence import plot as convergence_plot
+from megatron_2bw.tools.timelines.picture import draw_shapes
 from scripts import paper_figures
 from scripts.paper_data import FIRST, PAPER, READINGS, Panel, Reading, panels
 from scripts.paper_figures import Claim, Point

@@ -15,11 +15,11 @@ from typing import Any
 
 import yaml
 
-from megatron_2bw.models.cluster import Cluster
-from megatron_2bw.models.cluster_file import named_cluster
-from megatron_2bw.models.model import FLAGS, preset
-from megatron_2bw.models.plan import Plan
-from megatron_2bw.planner.cost.simulated import Cost
+from megatron_2bw.tools.planner.cost.simulated import Cost
+from megatron_2bw.tools.planner.descriptions.cluster import Cluster
+from megatron_2bw.tools.planner.descriptions.cluster_file import named_cluster
+from megatron_2bw.tools.planner.descriptions.model import FLAGS, preset
+from megatron_2bw.tools.planner.descriptions.plan import Plan
 
 PAPER = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text())
 # The systems of section 5.2: the schedule, and whether the model is split into stages
@@ -115,7 +115,7 @@ class Reading:
     same      all systems have 2BW's microbatch
     free      messages between stages take no time
     ahead     2BW hides its messages behind more forwards
-    channels  of NCCL's communicators; 0: those of the links (models/cluster.py)
+    channels  of NCCL's communicators; 0: those of the links (descriptions/cluster.py)
     margin    as Cost's
     """
 

@@ -14,14 +14,14 @@ from functools import lru_cache
 from typing import Any
 
 from bench import planner_checks
-from megatron_2bw.models import cluster as clusters
-from megatron_2bw.models.plan import Plan
-from megatron_2bw.planner.cost.links import layout
-from megatron_2bw.planner.cost.memory import GIB
-from megatron_2bw.planner.find import advice
-from megatron_2bw.planner.find.search import Search
 from megatron_2bw.schedules import SCHEDULES, STEP, B, F, Shape
-from megatron_2bw.timelines.simulator import iteration_time
+from megatron_2bw.tools.planner.cost.communication import layout
+from megatron_2bw.tools.planner.cost.memory import GIB
+from megatron_2bw.tools.planner.descriptions import cluster as clusters
+from megatron_2bw.tools.planner.descriptions.plan import Plan
+from megatron_2bw.tools.planner.find import advice
+from megatron_2bw.tools.planner.find.search import Search
+from megatron_2bw.tools.timelines.simulator import iteration_time
 from scripts.paper_data import FIRST, PAPER, Panel, Reading, Run, cost_of, grid, panels
 
 HEADS = 32  # of Figure 11's models

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.files import new_figure, write_figure
+from megatron_2bw.base.files import new_figure, write_figure
 
 # the last series, 2BW where it is one, is blue
 COLOURS = ("#d0d0d0", "#8c8c8c", "#e69f00", "#00664c", "#0072b2")

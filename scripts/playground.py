@@ -26,9 +26,9 @@ from typing import Any
 
 import annotated_types
 
-from megatron_2bw.errors import Parser, UserError, run_program
-from megatron_2bw.files import write_whole
-from megatron_2bw.timelines.page import script_json, whole
+from megatron_2bw.base.errors import Parser, UserError, run_program
+from megatron_2bw.base.files import write_whole
+from megatron_2bw.tools.timelines.page import script_json, whole
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "docs" / "playground"
@@ -39,13 +39,14 @@ PYODIDE = "314.0.7"
 FILES = "pyodide.mjs pyodide.asm.mjs pyodide.asm.wasm python_stdlib.zip pyodide-lock.json".split()
 # What answers.py imports; of other packages one without any dependency.
 PACKAGE = (
-    "*.py",
+    "__init__.py",
+    "base/*.py",
+    "tools/__init__.py",
     "schedules/*.py",
-    "core/__init__.py",
-    "core/trace_file.py",
-    "timelines/*.py",
-    "models/*.py",
-    "planner/**/*.py",
+    "engine/__init__.py",
+    "engine/trace_file.py",
+    "tools/timelines/*.py",
+    "tools/planner/**/*.py",
 )
 OTHER = Path(annotated_types.__file__)
 SIZES = [{"stages": d, "microbatches": m} for d in (2, 4, 8) for m in (4, 8, 16)]

@@ -30,10 +30,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_2bw.errors import Parser, UserError, names_of, run_program, words
-from megatron_2bw.files import write_json, write_whole
-from megatron_2bw.start.torchrun import ROOT, torchrun
-from megatron_2bw.words import split_flags
+from megatron_2bw.base.argv import split_flags
+from megatron_2bw.base.errors import Parser, UserError, names_of, run_program, words
+from megatron_2bw.base.files import write_json, write_whole
+from megatron_2bw.run.start.torchrun import ROOT, torchrun
 from scripts.paper_data import PAPER
 
 VALUES, TASKS = PAPER["figures"]["table2"]["values"], (*PAPER["finetuning"], "wikitext")

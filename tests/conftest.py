@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_2bw import local_ranks
+from megatron_2bw.base import local_ranks
 from tests.device import build
 from tests.session import FOLDER
 
@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture
 def cpu_layer() -> Iterator[None]:
     """The CPU answers for CUDA."""
-    from megatron_2bw import cpu
+    from megatron_2bw.mcore import cpu
 
     was_installed = cpu.installed()
     cpu.install()

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_2bw import cpu
+from megatron_2bw.mcore import cpu
 
 CORE, LOOP = "megatron.core", "megatron.training.training"
 OPTIMIZER, BUFFERS = (

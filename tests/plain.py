@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from megatron_2bw import InPlaceUpdate, Schedule, Shape, StashedUpdate
-from megatron_2bw.core.p2p import Neighbours, Receiver, Sender
+from megatron_2bw.engine.p2p import Neighbours, Receiver, Sender
 
 _spec = importlib.util.spec_from_file_location(
     "plain_torch", Path(__file__).parents[1] / "examples" / "plain_torch.py"

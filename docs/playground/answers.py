@@ -13,11 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from megatron_2bw.errors import UserError
-from megatron_2bw.models.model import PRESETS, preset
-from megatron_2bw.models.plan import RECOMPUTE, Plan
-from megatron_2bw.planner.cost.memory import BYTES, Memory
-from megatron_2bw.planner.tell import jobs, training
+from megatron_2bw.base.errors import UserError
 from megatron_2bw.schedules import (
     Schedule,
     ScheduleError,
@@ -26,7 +22,11 @@ from megatron_2bw.schedules import (
     parse,
     validate,
 )
-from megatron_2bw.timelines.simulator import (
+from megatron_2bw.tools.planner.cost.memory import BYTES, Memory
+from megatron_2bw.tools.planner.descriptions.model import PRESETS, preset
+from megatron_2bw.tools.planner.descriptions.plan import RECOMPUTE, Plan
+from megatron_2bw.tools.planner.tell import jobs, training
+from megatron_2bw.tools.timelines.simulator import (
     Times,
     iteration_time,
     long_iteration_time,
@@ -34,8 +34,8 @@ from megatron_2bw.timelines.simulator import (
     simulate,
     simulate_lists,
 )
-from megatron_2bw.timelines.trace import of_events
-from megatron_2bw.timelines.waits import drawn
+from megatron_2bw.tools.timelines.trace import of_events
+from megatron_2bw.tools.timelines.waits import drawn
 
 # The schedules of the page, as fields of a Plan.
 SCHEDULES: dict[str, Callable[[Parameters], dict[str, Any]]] = {

@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron_2bw.files import new_figure
+from megatron_2bw.base.files import new_figure
 from megatron_2bw.schedules import SCHEDULES, Shape
-from megatron_2bw.timelines.picture import draw_rows, draw_shapes
-from megatron_2bw.timelines.simulator import Times, simulate
-from megatron_2bw.timelines.text import busy
+from megatron_2bw.tools.timelines.picture import draw_rows, draw_shapes
+from megatron_2bw.tools.timelines.simulator import Times, simulate
+from megatron_2bw.tools.timelines.text import busy
 
 HERE = Path(__file__).resolve().parent
 HEIGHT = 2.7  # inches, 100 pixels of a page each

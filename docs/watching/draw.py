@@ -21,9 +21,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.emulated import train
-from megatron_2bw.files import new_figure, write_figure
-from megatron_2bw.gpu_check.entry import gpt_flags
-from megatron_2bw.local_ranks import own_output, run_world
+from megatron_2bw.base.files import new_figure, write_figure
+from megatron_2bw.base.local_ranks import own_output, run_world
+from megatron_2bw.tools.gpu_check.entry import gpt_flags
 
 HERE = Path(__file__).resolve().parent
 STAGES, MICROBATCHES, ITERATIONS = 4, 8, 16

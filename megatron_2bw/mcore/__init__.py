@@ -11,4 +11,4 @@ def __getattr__(name: str) -> Any:
     # When asked for (PEP 562): their module starts a run, so it imports this package.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("megatron_2bw.mcore.install"), name)
+    return getattr(import_module("megatron_2bw.run.install"), name)

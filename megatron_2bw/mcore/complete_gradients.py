@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from megatron_2bw.base.portions import portions
 from megatron_2bw.mcore.grad_buffers import Slot
 from megatron_2bw.mcore.stage import Call
-from megatron_2bw.portions import portions
 
 PORTION = 1 << 24  # elements of the gradients that are copied and released together
 

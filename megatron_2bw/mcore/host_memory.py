@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_2bw import cpu
-from megatron_2bw.core.weights import WeightStores
-from megatron_2bw.guard import around
+from megatron_2bw.engine.weights import WeightStores
+from megatron_2bw.mcore import cpu
 from megatron_2bw.mcore.complete_gradients import CompleteGradients
 from megatron_2bw.mcore.grad_buffers import Slot
+from megatron_2bw.mcore.rebinding import around
 from megatron_2bw.mcore.stage import Call
 
 

@@ -35,23 +35,23 @@ import torch
 from megatron.core import mpu
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
-from megatron_2bw import cpu
-from megatron_2bw.checkpoints.optimizer_state import is_emerging
-from megatron_2bw.checkpoints.state import RunState
-from megatron_2bw.core.streams import own_stream
-from megatron_2bw.core.updates import LateUpdate
-from megatron_2bw.core.weights import WeightStores
-from megatron_2bw.core.worker import Worker
+from megatron_2bw.engine.streams import own_stream
+from megatron_2bw.engine.updates import LateUpdate
+from megatron_2bw.engine.weights import WeightStores
+from megatron_2bw.engine.worker import Worker
+from megatron_2bw.mcore import cpu
+from megatron_2bw.mcore.checkpoints.optimizer_state import is_emerging
+from megatron_2bw.mcore.checkpoints.state import RunState
 from megatron_2bw.mcore.complete_gradients import CompleteGradients
 from megatron_2bw.mcore.correction import Correction
 from megatron_2bw.mcore.grad_buffers import GradientSlots, Slot
-from megatron_2bw.mcore.groups import Groups
 from megatron_2bw.mcore.host_memory import HostMemory, empty_pages, settle
 from megatron_2bw.mcore.loss_scales import LossScales
 from megatron_2bw.mcore.proxies import Proxies, thread_local_matmul_precision
 from megatron_2bw.mcore.routers import RouterBatch, Routers
 from megatron_2bw.mcore.stage import Call
 from megatron_2bw.mcore.stage_times import StageStats
+from megatron_2bw.mcore.step_groups import Groups
 from megatron_2bw.mcore.working_copy import WorkingCopy, own_mains
 from megatron_2bw.schedules import Action, Schedule, Shape
 

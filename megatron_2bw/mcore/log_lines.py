@@ -33,9 +33,9 @@ from megatron.training import (
     training,
 )
 
-from megatron_2bw import run_log
-from megatron_2bw.core.pipeline import WARM_UP
-from megatron_2bw.core.streams import own_stream
+from megatron_2bw.base import run_log
+from megatron_2bw.engine.pipeline import WARM_UP
+from megatron_2bw.engine.streams import own_stream
 from megatron_2bw.mcore.batch_sizes import planned
 from megatron_2bw.mcore.late_step import StepResult
 from megatron_2bw.mcore.stage_times import Meeting, StageStats

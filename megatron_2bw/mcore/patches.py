@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_2bw.checkpoints import folder
-from megatron_2bw.guard import Patch, row
 from megatron_2bw.mcore import repairs as repair
 from megatron_2bw.mcore import torch_norm
+from megatron_2bw.mcore.checkpoints import folder
+from megatron_2bw.mcore.rebinding import Patch, row
 
 if TYPE_CHECKING:
     from megatron_2bw.mcore.runtime import MegatronRuntime
@@ -196,7 +196,7 @@ def for_host() -> list[Patch]:
 def for_checkpoints(runtime: Any = None) -> list[Patch]:
     """Saving and loading, with a schedule of this project or, without `runtime`, with
     Megatron's own."""
-    from megatron_2bw.checkpoints.state import Checkpoints
+    from megatron_2bw.mcore.checkpoints.state import Checkpoints
 
     ours, more = Checkpoints(runtime), f"{GROUPS} expt_dp_group rng_state_key_prefix"
     return [

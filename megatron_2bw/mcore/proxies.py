@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config, unwrap_model
 
-from megatron_2bw.core.weights import WeightStores
+from megatron_2bw.engine.weights import WeightStores
 from megatron_2bw.mcore.grad_buffers import Slot, all_buffers, use_groups
 
 if TYPE_CHECKING:

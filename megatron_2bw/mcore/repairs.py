@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from megatron_2bw.checkpoints import folder, unpickle
-from megatron_2bw.guard import around
-from megatron_2bw.processes import end_with_parent
+from megatron_2bw.base.processes import end_with_parent
+from megatron_2bw.mcore.checkpoints import folder, unpickle
+from megatron_2bw.mcore.rebinding import around
 
 
 @around

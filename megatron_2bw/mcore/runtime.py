@@ -18,20 +18,20 @@ from megatron.core import mpu
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
 from megatron.training import get_args, print_rank_0
 
-from megatron_2bw.checkpoints.state import RunState
-from megatron_2bw.core.groups import streams_warning
-from megatron_2bw.core.p2p import connect, connect_group
-from megatron_2bw.core.pipeline import WARM_UP, Pipeline, Update
-from megatron_2bw.core.recorder import Recorder
-from megatron_2bw.core.trace_file import TraceWriter
-from megatron_2bw.core.updates import InPlaceUpdate, StashedUpdate
-from megatron_2bw.core.weights import WeightStores
-from megatron_2bw.guard import arguments, around
+from megatron_2bw.engine.p2p import connect, connect_group
+from megatron_2bw.engine.pipeline import WARM_UP, Pipeline, Update
+from megatron_2bw.engine.process_groups import streams_warning
+from megatron_2bw.engine.recorder import Recorder
+from megatron_2bw.engine.trace_file import TraceWriter
+from megatron_2bw.engine.updates import InPlaceUpdate, StashedUpdate
+from megatron_2bw.engine.weights import WeightStores
 from megatron_2bw.mcore.batch_sizes import Position
+from megatron_2bw.mcore.checkpoints.state import RunState
 from megatron_2bw.mcore.correction import Correction
 from megatron_2bw.mcore.grad_buffers import all_buffers
 from megatron_2bw.mcore.late_step import LateStep, Options, StepResult
 from megatron_2bw.mcore.log_lines import LogLines
+from megatron_2bw.mcore.rebinding import arguments, around
 from megatron_2bw.mcore.stage import Call, MegatronStage
 from megatron_2bw.mcore.stage_times import Meeting, StageClock
 from megatron_2bw.mcore.working_copy import resume_note

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_2bw.core.groups import new_group
-from megatron_2bw.core.recorder import Marks, Record, Recorder
-from megatron_2bw.core.trace_file import TraceWriter
-from megatron_2bw.mcore.groups import gather
+from megatron_2bw.engine.process_groups import new_group
+from megatron_2bw.engine.recorder import Marks, Record, Recorder
+from megatron_2bw.engine.trace_file import TraceWriter
+from megatron_2bw.mcore.step_groups import gather
 from megatron_2bw.schedules import B
 
 

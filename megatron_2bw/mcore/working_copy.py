@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from megatron_2bw.core.weights import WeightStores
+from megatron_2bw.base.portions import portions
+from megatron_2bw.engine.weights import WeightStores
 from megatron_2bw.mcore.correction import Correction
 from megatron_2bw.mcore.grad_buffers import GradientSlots
 from megatron_2bw.mcore.proxies import Proxies
-from megatron_2bw.portions import portions
 
 # Where Megatron's optimizers hold the fp32 main parameters (or shards of them) that
 # they copy to the model's.

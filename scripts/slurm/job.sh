@@ -1,1 +1,1 @@
-../../megatron_2bw/slurm/job.sh
+../../megatron_2bw/tools/slurm/job.sh

@@ -32,16 +32,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.tables import table
-from megatron_2bw import run_log
-from megatron_2bw.errors import Parser, UserError, names_of, run_program
-from megatron_2bw.files import set_aside, write_csv, write_json
-from megatron_2bw.models import cluster
-from megatron_2bw.models.cluster_file import named_cluster
-from megatron_2bw.models.inputs import numbers
-from megatron_2bw.models.model import PRESETS
-from megatron_2bw.slurm import status
-from megatron_2bw.start.torchrun import ROOT
-from megatron_2bw.words import split_flags
+from megatron_2bw.base import run_log
+from megatron_2bw.base.argv import split_flags
+from megatron_2bw.base.errors import Parser, UserError, names_of, run_program
+from megatron_2bw.base.files import set_aside, write_csv, write_json
+from megatron_2bw.run.start.torchrun import ROOT
+from megatron_2bw.tools.planner.descriptions import cluster
+from megatron_2bw.tools.planner.descriptions.cluster_file import named_cluster
+from megatron_2bw.tools.planner.descriptions.inputs import numbers
+from megatron_2bw.tools.planner.descriptions.model import PRESETS
+from megatron_2bw.tools.slurm import status
 from scripts.paper_data import FIRST, PAPER, SYSTEMS, Panel, Run, grid, panels
 from scripts.paper_figures import largest_panels
 

@@ -13,18 +13,22 @@ import coverage
 
 import megatron_2bw
 
-ROOMS = "core", "mcore", "tasks", "checkpoints", "start", "flags", "gpu_check"
+PACKAGE = Path(megatron_2bw.__file__).parent
+ROOMS = "engine", "mcore", "run", "tools/gpu_check"
 DEVICE = re.compile(
     r"\w*(cuda|nccl|occupies_device)\w*|[\"'](cuda|nccl)[\"']", re.IGNORECASE
 )
 NOT_RUN = {  # the file, a word of the line: why it does not run there
-    ("core/pipeline.py", "WARM_UP"): "it is of loops other than Megatron's",
+    ("engine/pipeline.py", "WARM_UP"): "it is of loops other than Megatron's",
     (
-        "gpu_check/rows.py",
+        "tools/gpu_check/rows.py",
         "overhead",
     ): "times mean nothing there, and the row takes minutes",
-    ("gpu_check/runner.py", "SKIPPED"): "no row that needs a package is asked for",
-    ("start/doctor.py", "NOTE"): "it is of hosts without a GPU",
+    (
+        "tools/gpu_check/runner.py",
+        "SKIPPED",
+    ): "no row that needs a package is asked for",
+    ("run/start/doctor.py", "NOTE"): "it is of hosts without a GPU",
 }
 
 
@@ -33,7 +37,8 @@ def main() -> int:
     data.load()
     run, missing = 0, set()
     for room in ROOMS:
-        for path in sorted((Path(megatron_2bw.__file__).parent / room).rglob("*.py")):
+        for path in sorted((PACKAGE / room).rglob("*.py")):
+            name = str(path.relative_to(PACKAGE))
             _, statements, _, not_run, _ = data.analysis2(str(path))
             lines = path.read_text().splitlines()
             tokens = tokenize.generate_tokens(
@@ -45,9 +50,7 @@ def main() -> int:
             for first in {statements[bisect(statements, line) - 1] for line in named}:
                 run += first not in not_run
                 missing |= (
-                    {(f"{room}/{path.name}", lines[first - 1].strip())}
-                    if first in not_run
-                    else set()
+                    {(name, lines[first - 1].strip())} if first in not_run else set()
                 )
     print(
         f"Of {run + len(missing)} statements that name CUDA or NCCL {run} ran on the stand-in. Not:"

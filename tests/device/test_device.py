@@ -23,9 +23,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_2bw.local_ranks import WorldError, run_world
+from megatron_2bw.base.local_ranks import WorldError, run_world
 from megatron_2bw.mcore.host_memory import HostMemory
-from megatron_2bw.start.torchrun import ROOT
+from megatron_2bw.run.start.torchrun import ROOT
 from tests.distributed.training import train
 from tests.model import cases
 from tests.session import once_a_session
@@ -76,7 +76,7 @@ def watch(rank: int, argv: list[str], plant) -> Watched:
     from megatron.training import get_args
     from torch.cuda import _sanitizer
 
-    from megatron_2bw.gpu_check.rows import sanitized
+    from megatron_2bw.tools.gpu_check.rows import sanitized
 
     if plant:
         plant()
@@ -311,8 +311,8 @@ def test_a_planted_fault_is_found(plant, name):
 
 GPU_CHECK = """
 import sys
-from megatron_2bw import local_ranks
-from megatron_2bw.gpu_check import rows, runner
+from megatron_2bw.base import local_ranks
+from megatron_2bw.tools.gpu_check import rows, runner
 if {computed}:
     local_ranks.run_world.__kwdefaults__["preload"] = "tests.device.preload"
 rows.PLAIN_TORCH = [*rows.PLAIN_TORCH, "--no-check-for-nan-in-loss-and-grad"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_2bw.local_ranks import run_world
+from megatron_2bw.base.local_ranks import run_world
 from tests.distributed.reference import Rule, reference
 from tests.distributed.training import Run, full_weights, train
 from tests.session import once_a_session

@@ -35,8 +35,8 @@ from typing import Any
 
 import torch
 
-from megatron_2bw.checkpoints.folder import TRACKER
-from megatron_2bw.local_ranks import WorldError, run_world
+from megatron_2bw.base.local_ranks import WorldError, run_world
+from megatron_2bw.mcore.checkpoints.folder import TRACKER
 from tests.distributed.compare import UNTIED
 from tests.distributed.training import BERT, TINY, Run, full_weights, train
 
@@ -313,7 +313,7 @@ def refusals(_rank: int, draws: list[Draw], folder: Path) -> list[str]:
     """For each draw the line that refuses one of its commands, or nothing."""
     from megatron.training import global_vars
 
-    from megatron_2bw.flags.parse import parse, parse_early
+    from megatron_2bw.run.flags.parse import parse, parse_early
 
     def stop(line: str) -> None:
         raise SystemExit(line)

@@ -15,7 +15,7 @@ import types
 import pytest
 import torch
 
-from megatron_2bw.local_ranks import run_world
+from megatron_2bw.base.local_ranks import run_world
 from tests.distributed.compare import (
     SGD,
     UNTIED,
@@ -227,8 +227,8 @@ def train_fused(rank: int, argv: list[str]) -> Run:
     from megatron.core.tensor_parallel import layers
     from megatron.training import get_args
 
-    from megatron_2bw.flags import rehearsal
     from megatron_2bw.mcore.complete_gradients import Portion
+    from megatron_2bw.run.flags import rehearsal
 
     used: list[torch.dtype] = []
 

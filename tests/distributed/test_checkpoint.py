@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_2bw.checkpoints import owner
-from megatron_2bw.local_ranks import WorldError, run_world
+from megatron_2bw.base.local_ranks import WorldError, run_world
+from megatron_2bw.mcore.checkpoints import owner
 from tests.distributed.compare import run_pipeline
 from tests.distributed.test_update_rule import poison
 from tests.distributed.training import BERT, Run, command, train
@@ -185,7 +185,7 @@ def test_saved_before_the_first_step(tmp_path):
 
 def drop_empty_groups(model, optimizer) -> None:
     """Megatron's fault, of which optimizer_state.number_groups takes care."""
-    from megatron_2bw.checkpoints import state
+    from megatron_2bw.mcore.checkpoints import state
 
     state.number_groups = lambda content: None
 

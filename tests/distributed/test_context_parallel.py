@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_2bw.local_ranks import run_world
+from megatron_2bw.base.local_ranks import run_world
 from tests.distributed.compare import UNTIED, run_pipeline
 from tests.distributed.test_equivalence import NO_BIAS
 from tests.distributed.training import Run, command, train
@@ -45,7 +45,7 @@ def train_in_parts(rank: int, argv: list[str]) -> Run:
     from megatron.core import mpu
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from megatron_2bw.flags import rehearsal
+    from megatron_2bw.run.flags import rehearsal
 
     rehearse, make, attend = (
         rehearsal.rehearse,

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_2bw.base.local_ranks import WorldError, run_world
 from megatron_2bw.cli import main
-from megatron_2bw.convert import config
-from megatron_2bw.convert.families import to_hugging_face
-from megatron_2bw.convert.megatron import saved_arguments
-from megatron_2bw.local_ranks import WorldError, run_world
+from megatron_2bw.tools.convert import config
+from megatron_2bw.tools.convert.families import to_hugging_face
+from megatron_2bw.tools.convert.megatron import saved_arguments
 from tests.distributed.training import BERT, train
 
 pytestmark = pytest.mark.cpu

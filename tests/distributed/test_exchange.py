@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_2bw.core import p2p
-from megatron_2bw.local_ranks import run_world
+from megatron_2bw.base.local_ranks import run_world
+from megatron_2bw.engine import p2p
 
 pytestmark = pytest.mark.cpu
 

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from megatron_2bw.local_ranks import own_output, run_world
+from megatron_2bw.base.local_ranks import own_output, run_world
 from tests.distributed.compare import (
     UNTIED,
     assert_close,

@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_2bw.errors import UserError
-from megatron_2bw.local_ranks import run_world
+from megatron_2bw.base.errors import UserError
+from megatron_2bw.base.local_ranks import run_world
 from tests.session import once_a_session
 
 pytestmark = pytest.mark.cpu
@@ -84,7 +84,7 @@ def test_what_no_family_holds_is_refused_by_name(kind, flags):
 
 
 def exports(rank: int, folder: Path) -> dict[tuple, tuple | str]:
-    from megatron_2bw.convert import megatron
+    from megatron_2bw.tools.convert import megatron
 
     megatron.use_cpu()
     found: dict[tuple, tuple | str] = {}
@@ -101,7 +101,7 @@ def exported(folder: Path, kind: str, flags: str) -> tuple[float, float, str]:
     import transformers
     from megatron.core import dist_checkpointing
 
-    from megatron_2bw.convert import megatron, work
+    from megatron_2bw.tools.convert import megatron, work
 
     bert = kind == "megatron-bert"
     args = megatron.arguments(

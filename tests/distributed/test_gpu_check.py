@@ -11,11 +11,11 @@ import time
 import psutil
 import pytest
 
-from megatron_2bw.files import write_whole
-from megatron_2bw.gpu_check import rows, runner
-from megatron_2bw.gpu_check.rows import Check
-from megatron_2bw.gpu_check.runner import HANGS, OK
-from megatron_2bw.start.torchrun import ROOT
+from megatron_2bw.base.files import write_whole
+from megatron_2bw.run.start.torchrun import ROOT
+from megatron_2bw.tools.gpu_check import rows, runner
+from megatron_2bw.tools.gpu_check.rows import Check
+from megatron_2bw.tools.gpu_check.runner import HANGS, OK
 from tests.unit.test_gpu_check import go, row
 
 pytestmark = pytest.mark.cpu
@@ -53,7 +53,7 @@ def test_a_row_that_hangs_is_in_the_table(tmp_path):
 
 
 ORPHAN = """
-from megatron_2bw.local_ranks import run_world
+from megatron_2bw.base.local_ranks import run_world
 from tests.distributed.test_gpu_check import name_and_sleep
 if __name__ == "__main__":
     run_world(1, name_and_sleep, {path!r}, preload="tests.plain")

@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from megatron_2bw.local_ranks import WorldError, run_world
+from megatron_2bw.base.local_ranks import WorldError, run_world
 from tests.distributed.compare import (
     SGD,
     UNTIED,

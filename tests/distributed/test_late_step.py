@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 
-from megatron_2bw.local_ranks import run_world
+from megatron_2bw.base.local_ranks import run_world
 from tests.distributed.compare import (
     UNTIED,
     assert_same,
@@ -204,11 +204,11 @@ ONE_SLOT = ("--two-bw-gradient-slots", "1", "--two-bw-extra-warmup", "1")
 def train_with_delays(rank: int, argv: list[str], seconds: float) -> Run:
     """Every action, message and part of the late step starts after a random delay; a
     new seed each iteration."""
-    from megatron_2bw.core.p2p import Receiver, Sender
-    from megatron_2bw.core.pipeline import Pipeline
+    from megatron_2bw.engine.p2p import Receiver, Sender
+    from megatron_2bw.engine.pipeline import Pipeline
     from megatron_2bw.mcore.grad_buffers import Slot
-    from megatron_2bw.mcore.groups import Groups
     from megatron_2bw.mcore.late_step import LateStep
+    from megatron_2bw.mcore.step_groups import Groups
 
     generators: dict[str, random.Random] = {}
 

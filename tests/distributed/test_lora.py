@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_2bw.local_ranks import WorldError
+from megatron_2bw.base.local_ranks import WorldError
 from tests.distributed.compare import assert_same, run_pipeline, run_reference
 from tests.distributed.test_checkpoint import DROPOUT, RECOMPUTE, SAVED, assert_goes_on
 from tests.distributed.test_experts import EXPERTS

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_2bw import Shape, connect, schedule_of
-from megatron_2bw.local_ranks import run_world
+from megatron_2bw.base.local_ranks import run_world
 from tests.plain import assert_same, example, make_update, reference
 
 pytestmark = pytest.mark.cpu

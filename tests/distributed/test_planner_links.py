@@ -10,11 +10,11 @@ import io
 import pytest
 import torch.distributed as dist
 
-from megatron_2bw.local_ranks import run_world
-from megatron_2bw.models.model import Model
-from megatron_2bw.models.profile import Profile
-from megatron_2bw.planner.measure import blocks
-from megatron_2bw.planner.measure.links import measure_links
+from megatron_2bw.base.local_ranks import run_world
+from megatron_2bw.tools.planner.descriptions.model import Model
+from megatron_2bw.tools.planner.descriptions.profile import Profile
+from megatron_2bw.tools.planner.measure import blocks
+from megatron_2bw.tools.planner.measure.link_rates import measure_links
 
 pytestmark = pytest.mark.cpu
 

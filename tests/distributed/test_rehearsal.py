@@ -8,8 +8,8 @@ import types
 import pytest
 import torch
 
-from megatron_2bw.flags import rehearsal
 from megatron_2bw.mcore import torch_norm
+from megatron_2bw.run.flags import rehearsal
 from tests.distributed.compare import run_pipeline
 from tests.distributed.training import command
 from tests.unit import command_lines

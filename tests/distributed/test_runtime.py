@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from megatron_2bw.flags.own import extra_warmup
-from megatron_2bw.local_ranks import run_world
-from megatron_2bw.models.plan import Plan
-from megatron_2bw.planner.cost.memory import communicators
+from megatron_2bw.base.local_ranks import run_world
+from megatron_2bw.run.flags.project_flags import extra_warmup
 from megatron_2bw.schedules import Shape, schedule_of
+from megatron_2bw.tools.planner.cost.memory import communicators
+from megatron_2bw.tools.planner.descriptions.plan import Plan
 from tests.distributed.compare import UNTIED, assert_same_runs
 from tests.distributed.training import Run, command, train
 
@@ -20,7 +20,7 @@ from tests.distributed.training import Run, command, train
 def observe(rank: int, argv: list[str]) -> Run:
     """Train, and note every executed action, the state after it, and the messages left
     at each iteration's end."""
-    from megatron_2bw.core.pipeline import Pipeline
+    from megatron_2bw.engine.pipeline import Pipeline
 
     events: list[tuple] = []
 
@@ -129,7 +129,7 @@ def train_like_nccl(rank: int, argv: list[str], waits_at: str = "") -> Run:
     """
     import torch
 
-    from megatron_2bw.core.p2p import Channel
+    from megatron_2bw.engine.p2p import Channel
     from megatron_2bw.mcore.late_step import LateStep
 
     posted: list[Once] = []
@@ -181,7 +181,7 @@ def test_timers_may_wait_for_the_whole_device(schedule, microbatches, extra):
     """--timing-log-level 2 on NCCL: no receive may be posted whose message this stage
     has yet to cause.
 
-    So with two more forwards ahead the stages would wait for each other: flags/own.py
+    So with two more forwards ahead the stages would wait for each other: project_flags.py
     refuses that.
     """
     plain = command(2, microbatches, schedule, UNTIED, train_iters=4)

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_2bw.base.local_ranks import own_output, run_world
 from megatron_2bw.cli import main
-from megatron_2bw.convert.sample import generate, printable
-from megatron_2bw.local_ranks import own_output, run_world
+from megatron_2bw.tools.convert.sample import generate, printable
 from tests.distributed.test_convert import convert, folder, made  # noqa: F401  (folder is a fixture)
 
 pytestmark = pytest.mark.cpu

@@ -15,7 +15,7 @@ import re
 
 import pytest
 
-from megatron_2bw.local_ranks import own_output
+from megatron_2bw.base.local_ranks import own_output
 from tests.distributed.compare import (
     SGD,
     UNTIED,

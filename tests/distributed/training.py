@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_2bw.flags.plain_torch import PLAIN_TORCH
-from megatron_2bw.gpu_check import entry
+from megatron_2bw.run.flags.plain_torch import PLAIN_TORCH
+from megatron_2bw.tools.gpu_check import entry
 
 BERT = "pretrain_bert_2bw.py"
 EXPERT = r"local_experts\.(\d+)\."

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_2bw.processes import free_port, stop_tree
+from megatron_2bw.base.processes import free_port, stop_tree
 from tests.e2e.launcher import ROOT
 
 PAGE = (ROOT / "docs" / "quick_start.md").read_text()

@@ -4,14 +4,14 @@ after."""
 import os
 
 if __name__ == "__main__":
-    from megatron_2bw.start.launch import launch
+    from megatron_2bw.run.start.launch import launch
 
     launch("faulty")  # which imports this file, now as a task
 else:
     from megatron.core.optimizer.optimizer import FP32Optimizer
     from megatron.training import get_args
 
-    from megatron_2bw.tasks.gpt import datasets_provider, forward_step, model_config  # noqa: F401
+    from megatron_2bw.run.tasks.gpt import datasets_provider, forward_step, model_config  # noqa: F401
 
     step = FP32Optimizer.step_with_ready_grads
 

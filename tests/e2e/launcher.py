@@ -14,11 +14,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_2bw.local_ranks import own_output, run_world
-from megatron_2bw.processes import stop_tree
-from megatron_2bw.start.torchrun import ROOT, environment
-from megatron_2bw.start.torchrun import start as start_command
-from megatron_2bw.start.torchrun import torchrun as ranks_of
+from megatron_2bw.base.local_ranks import own_output, run_world
+from megatron_2bw.base.processes import stop_tree
+from megatron_2bw.run.start.torchrun import ROOT, environment
+from megatron_2bw.run.start.torchrun import start as start_command
+from megatron_2bw.run.start.torchrun import torchrun as ranks_of
 
 
 def torchrun(
@@ -62,14 +62,14 @@ def _launch(
 ) -> str:
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
-    from megatron_2bw.start.launch import launch
+    from megatron_2bw.run.start.launch import launch
 
     MockGPTLowLevelDataset.size = documents
     os.environ.update(environment)
     sys.argv = ["pretrain_gpt_2bw.py", *flags]
     try:
         runpy.run_path(str(script), run_name="__main__") if script else launch(
-            "megatron_2bw.tasks.gpt"
+            "megatron_2bw.run.tasks.gpt"
         )
     except SystemExit as end:
         if end.code:

@@ -4,7 +4,7 @@ three lines bring 2BW.
 (`cpu.install()` is for a host without a GPU.)
 """
 
-from megatron_2bw import cpu
+from megatron_2bw.mcore import cpu
 
 cpu.install()
 import torch  # noqa: E402

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_2bw import run_log
-from megatron_2bw.convergence import run as convergence
-from megatron_2bw.processes import stop_tree
+from megatron_2bw.base import run_log
+from megatron_2bw.base.processes import stop_tree
+from megatron_2bw.tools.convergence import run as convergence
 from tests.e2e.launcher import end, program
 
 MEGATRON = """

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from megatron_2bw import run_log
-from megatron_2bw.start.torchrun import ROOT
+from megatron_2bw.base import run_log
+from megatron_2bw.run.start.torchrun import ROOT
 
 PROGRAM = """
 import sys
-from megatron_2bw import demo
-from megatron_2bw.data.corpus import build_corpus
+from megatron_2bw.tools import demo
+from megatron_2bw.tools.data.corpus import build_corpus
 demo.build_corpus = lambda: build_corpus(sys.argv[1], 512, 200_000)
 demo.pick_device, demo.DATA = (lambda: "cpu"), "--split 90,10,0 --eval-iters 1".split()
 sys.exit(demo.main(["--iterations", "6", "--out", sys.argv[2]]))

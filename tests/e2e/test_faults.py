@@ -10,8 +10,12 @@ import sys
 
 import pytest
 
-from megatron_2bw.checkpoints.folder import checkpoint_name, latest_iteration, problem
-from megatron_2bw.local_ranks import WorldError
+from megatron_2bw.base.local_ranks import WorldError
+from megatron_2bw.mcore.checkpoints.folder import (
+    checkpoint_name,
+    latest_iteration,
+    problem,
+)
 from tests.distributed.training import command
 from tests.e2e.launcher import ROOT, end, forked, program, torchrun
 

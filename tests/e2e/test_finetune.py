@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_2bw.processes import stop_tree
+from megatron_2bw.base.processes import stop_tree
 from scripts import finetune_bert, table2
 from tests.e2e.launcher import end, program
 

@@ -11,13 +11,13 @@ import time
 import psutil
 import pytest
 
-from megatron_2bw.processes import stop_tree
+from megatron_2bw.base.processes import stop_tree
 from tests.e2e.launcher import end, program
 from tests.unit.test_preprocess import files_of, main, prose, written
 
 TEXTS = prose(300)
 SMALL = (
-    "import sys; from megatron_2bw.data import preprocess, preprocess_cli; "
+    "import sys; from megatron_2bw.tools.data import preprocess, preprocess_cli; "
     "preprocess.PART_BYTES = 100_000"
 )
 

@@ -9,8 +9,8 @@ import signal
 import psutil
 import pytest
 
-from megatron_2bw import run_log
-from megatron_2bw.data.corpus import build_corpus
+from megatron_2bw.base import run_log
+from megatron_2bw.tools.data.corpus import build_corpus
 from tests.distributed.training import command
 from tests.e2e.launcher import end, forked, start
 

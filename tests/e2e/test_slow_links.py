@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.servers import Servers
-from megatron_2bw.errors import UserError
+from megatron_2bw.base.errors import UserError
 from tests.e2e.launcher import end, program
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_2bw import run_log
+from megatron_2bw.base import run_log
 from tests.distributed.training import command
 from tests.e2e.launcher import ROOT, forked, torchrun
 
@@ -21,19 +21,17 @@ PATCH = ROOT / "patches" / "megatron-lm-core_v0.19.patch"
 
 # As the entry scripts of a checkout begin; only the lines on the CPU are this test's.
 ENTRY = """
-from megatron_2bw import cpu
-from megatron_2bw import guard
-from megatron_2bw.mcore import patches
+from megatron_2bw.mcore import cpu, patches, rebinding
 cpu.install()
 import megatron.training.training as training
 assert training.__file__.startswith({tree!r}), training.__file__
-guard.apply(patches.repairs() + patches.for_cpu())
+rebinding.apply(patches.repairs() + patches.for_cpu())
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 args = parse_and_validate_args()
-from megatron_2bw.tasks import gpt
+from megatron_2bw.run.tasks import gpt
 config = pretrain_cfg_container_from_args(args, gpt.model_config(args))
 pretrain(config, gpt.datasets_provider, ModelType.encoder_or_decoder, gpt.forward_step)
 """

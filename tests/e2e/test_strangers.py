@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_2bw.base.local_ranks import WorldError, run_world
 from megatron_2bw.cli import main
-from megatron_2bw.local_ranks import WorldError, run_world
-from megatron_2bw.start.train import EVALUATE
+from megatron_2bw.run.start.train import EVALUATE
 from tests.distributed.test_convert import convert_here, folder  # noqa: F401  (a fixture)
 from tests.e2e.launcher import forked
 
@@ -43,7 +43,7 @@ class Code:
 def write(rank: int, source: Path, target: Path) -> None:
     """Two checkpoints: the arguments of `pickle` are code, those of `tokenizer` trust
     the code of their tokenizer."""
-    from megatron_2bw.convert import megatron
+    from megatron_2bw.tools.convert import megatron
 
     evil = dict(
         tokenizer_type="HuggingFaceTokenizer",

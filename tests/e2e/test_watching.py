@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.emulated import train
-from megatron_2bw.local_ranks import own_output, run_world
+from megatron_2bw.base.local_ranks import own_output, run_world
 from megatron_2bw.schedules import SCHEDULES, Shape
 from tests.distributed.training import command
 from tests.e2e.launcher import forked

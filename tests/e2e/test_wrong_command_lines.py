@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_2bw.local_ranks import WorldError
+from megatron_2bw.base.local_ranks import WorldError
 from tests.distributed.training import BERT, command
 from tests.e2e.launcher import ROOT, forked, torchrun
 

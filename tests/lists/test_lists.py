@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_2bw.local_ranks import run_world
+from megatron_2bw.base.local_ranks import run_world
 from tests.distributed.training import train
 
 # What 2bw does not do yet, and what Megatron does not do without Transformer Engine, by
@@ -141,7 +141,7 @@ def refusals(rank: int) -> dict[tuple[str, str], str | None]:
     None if they accept it."""
     from megatron.training.global_vars import unset_global_variables
 
-    from megatron_2bw.flags import early, parse
+    from megatron_2bw.run.flags import parse, quick_check
 
     def stop(*lines: str):
         raise InterruptedError(lines[0])
@@ -156,7 +156,7 @@ def refusals(rank: int) -> dict[tuple[str, str], str | None]:
             unset_global_variables()
             try:
                 with contextlib.redirect_stdout(io.StringIO()):
-                    before = early.mistake(sys.argv[1:], task, ranks)
+                    before = quick_check.mistake(sys.argv[1:], task, ranks)
                     parse.parse(parse.parse_early(sys.argv[1:], stop, task), stop)
                 found[name, schedule] = before
             except InterruptedError as stopped:

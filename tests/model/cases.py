@@ -6,7 +6,7 @@ from __future__ import annotations
 import tempfile
 import time
 
-from megatron_2bw.local_ranks import run_world
+from megatron_2bw.base.local_ranks import run_world
 from tests.distributed.compare import UNTIED
 from tests.distributed.training import BERT, command
 from tests.model.explore import Programs, programs
@@ -103,14 +103,14 @@ def programs_of(name: str, *plants) -> Programs:
 
 def without_waits() -> None:
     """The step's thread does not wait after its collectives."""
-    from megatron_2bw.core import groups
+    from megatron_2bw.engine import process_groups
 
-    groups._wait_for_stream = lambda: None
+    process_groups._wait_for_stream = lambda: None
 
 
 def without_holding_back() -> None:
     """Receives are posted without regard to the pending step."""
-    from megatron_2bw.core.p2p import Receiver
+    from megatron_2bw.engine.p2p import Receiver
 
     Receiver.hold_back = lambda self, *args: None
 
@@ -128,7 +128,7 @@ def one_lane() -> None:
 
 def no_wait_for_gradients() -> None:
     """The step's stream does not wait for the last backward."""
-    from megatron_2bw.core.updates import LateUpdate
+    from megatron_2bw.engine.updates import LateUpdate
 
     run = LateUpdate._run
 
@@ -155,7 +155,7 @@ def no_wait_for_portions() -> None:
 
 def wrong_store() -> None:
     """A step writes over the version that is still read."""
-    from megatron_2bw.core.weights import WeightStores
+    from megatron_2bw.engine.weights import WeightStores
 
     WeightStores.views = lambda self, slot: self._views[1 - slot]
 

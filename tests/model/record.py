@@ -163,8 +163,8 @@ def name_groups() -> None:
 
 
 def label_threads() -> None:
-    from megatron_2bw.core.pipeline import Pipeline
-    from megatron_2bw.core.worker import Worker
+    from megatron_2bw.engine.pipeline import Pipeline
+    from megatron_2bw.engine.worker import Worker
     from megatron_2bw.mcore.complete_gradients import Portion
 
     submit, run_iteration, execute, last = (

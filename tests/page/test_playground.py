@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 
 from bench import playground as bench
-from megatron_2bw.errors import UserError
-from megatron_2bw.models import cluster, model
-from megatron_2bw.models.plan import Plan
-from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.tell import report
+from megatron_2bw.base.errors import UserError
 from megatron_2bw.schedules import Shape
-from megatron_2bw.timelines.trace import merge
+from megatron_2bw.tools.planner.cost.simulated import Cost
+from megatron_2bw.tools.planner.descriptions import cluster, model
+from megatron_2bw.tools.planner.descriptions.plan import Plan
+from megatron_2bw.tools.planner.tell import report
+from megatron_2bw.tools.timelines.trace import merge
 from scripts.playground import answers
 from tests.unit.test_trace import write
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_2bw.processes import free_port, stop_tree
+from megatron_2bw.base.processes import free_port, stop_tree
 
 PACKAGES = "slurm-wlm munge"
 NODES = ("n1", "n2")

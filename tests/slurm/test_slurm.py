@@ -17,13 +17,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_2bw import run_log
-from megatron_2bw.models.cluster import preset
-from megatron_2bw.models.model import Model
-from megatron_2bw.models.plan import Plan
-from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.tell.jobs import sbatch_script
-from megatron_2bw.processes import free_port
+from megatron_2bw.base import run_log
+from megatron_2bw.base.processes import free_port
+from megatron_2bw.tools.planner.cost.simulated import Cost
+from megatron_2bw.tools.planner.descriptions.cluster import preset
+from megatron_2bw.tools.planner.descriptions.model import Model
+from megatron_2bw.tools.planner.descriptions.plan import Plan
+from megatron_2bw.tools.planner.tell.jobs import sbatch_script
 from tests.slurm.cluster import Cluster, missing
 
 ROOT = Path(__file__).parents[2]

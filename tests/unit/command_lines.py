@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-from megatron_2bw import cpu
-from megatron_2bw.flags import early
-from megatron_2bw.flags.parse import check, parse_early, prepare
+from megatron_2bw.mcore import cpu
+from megatron_2bw.run.flags import quick_check
+from megatron_2bw.run.flags.parse import check, parse_early, prepare
 from tests.distributed.training import BERT
 
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -37,10 +37,10 @@ def parser_of(schedule: str, task: str) -> argparse.ArgumentParser:
         tempfile.TemporaryDirectory() as folder,
         mock.patch.dict(os.environ, XDG_CACHE_HOME=folder),
     ):
-        early.table.cache_clear()
-        early.remember(parser)
-        early.table.cache_clear()
-        assert early.table()
+        quick_check.table.cache_clear()
+        quick_check.remember(parser)
+        quick_check.table.cache_clear()
+        assert quick_check.table()
     return prepare(
         parser, parse_early(["--pipeline-schedule", schedule], stop, task), stop
     )
@@ -69,7 +69,7 @@ def complaint(argv: list[str], world: int) -> str | None:
         line = str(stopped)
     if "cpu" in argv and cpu.installed():
         bert = argv[0] == BERT
-        found = early.mistake(argv[bert:], "bert" if bert else "gpt", world)
+        found = quick_check.mistake(argv[bert:], "bert" if bert else "gpt", world)
         assert found in (None, line), (
             f"the check before the imports answers something else: {found}, {line}"
         )

@@ -34,7 +34,7 @@ def one_thread() -> Iterator[None]:
 def on_the_cpu() -> Iterator[None]:
     """Megatron's modules look for CUDA when they are imported and while they check
     arguments."""
-    from megatron_2bw import cpu
+    from megatron_2bw.mcore import cpu
     from megatron_2bw.schedules import SCHEDULE_NAMES
     from tests.unit.command_lines import parser_of
 

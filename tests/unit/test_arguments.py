@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_2bw import cpu
-from megatron_2bw.errors import UserError
-from megatron_2bw.flags import checks, own
-from megatron_2bw.flags.parse import explain, parse_early
-from megatron_2bw.flags.rule import installed
+from megatron_2bw.base.errors import UserError
+from megatron_2bw.mcore import cpu
+from megatron_2bw.run.flags import checks, project_flags
+from megatron_2bw.run.flags.parse import explain, parse_early
+from megatron_2bw.run.flags.rule import installed
 from tests.distributed.training import BERT, command
 from tests.unit.command_lines import Stopped, complaint, dataset, parse, parser_of, stop
 
@@ -93,7 +93,7 @@ def test_a_rampup_becomes_megatrons_batch_schedule():
 
     argv = command(2, 8, "2bw", "--rampup-batch-size", "4", "4", "1000", **RAMPED)
     args = parse(argv, 2)
-    line = own.use_rampup(args)
+    line = project_flags.use_rampup(args)
     calculator = StepBatchsizeNumMicroBatchesCalculator(
         2, 1, False, 1, args.step_batch_size_schedule, args.seq_length
     )
@@ -104,7 +104,7 @@ def test_a_rampup_becomes_megatrons_batch_schedule():
     assert args.step_batch_size_schedule in line and args.eval_global_batch_size == 16
     args.rampup_batch_size, args.global_batch_size = [4, 4, 1000], 18
     with pytest.raises(UserError, match="--global-batch-size 18"):
-        own.use_rampup(args)
+        project_flags.use_rampup(args)
 
 
 @pytest.mark.parametrize(

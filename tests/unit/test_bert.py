@@ -11,8 +11,8 @@ import torch
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDatasetConfig
 from megatron.core.datasets.utils import Split
 
-from megatron_2bw.tasks import bert
-from megatron_2bw.tasks.mock_bert import CLS, MASK, PAD, SEP, WORDS, MockBertDataset
+from megatron_2bw.run.tasks import bert
+from megatron_2bw.run.tasks.mock_bert import CLS, MASK, PAD, SEP, WORDS, MockBertDataset
 
 
 @pytest.fixture(autouse=True)

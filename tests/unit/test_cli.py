@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from megatron_2bw import cli
-from megatron_2bw.flags import early
-from megatron_2bw.planner import cli as planner
-from megatron_2bw.start import train
+from megatron_2bw.run.flags import quick_check
+from megatron_2bw.run.start import train
+from megatron_2bw.tools.planner import plan_command as planner
 from tests.distributed.training import TINY
 from tests.unit.test_early import megatrons
 
@@ -75,8 +75,8 @@ def test_a_mistake_is_answered_in_one_line(typed, status, line, capsys):
 )
 def test_what_needs_no_large_package(argv, on_the_cpu, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(early, "table", early.table.__wrapped__)
-    early.remember(megatrons())
+    monkeypatch.setattr(quick_check, "table", quick_check.table.__wrapped__)
+    quick_check.remember(megatrons())
     code = (
         "import sys; from megatron_2bw import cli\n"
         "try:\n    cli.main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
@@ -326,7 +326,7 @@ def ranks(tmp_path, text: str, number: int) -> subprocess.Popen:
         "import os, signal, sys, time\nrank = os.environ['RANK']\n" + text
     )
     code = (
-        "import sys; from megatron_2bw.start.torchrun import run_ranks, torchrun\n"
+        "import sys; from megatron_2bw.run.start.torchrun import run_ranks, torchrun\n"
         f"sys.exit(run_ranks('prog', torchrun({number}, script={str(tmp_path / 'rank.py')!r})))"
     )
     return subprocess.Popen(

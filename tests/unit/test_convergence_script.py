@@ -8,10 +8,11 @@ import sys
 import pytest
 from filelock import FileLock
 
-from megatron_2bw.convergence import options as convergence_options
-from megatron_2bw.convergence import run as convergence
-from megatron_2bw.convergence.options import Run, command, grid, parse
-from megatron_2bw.convergence.report import (
+from megatron_2bw.base.errors import UserError
+from megatron_2bw.tools.convergence import options as convergence_options
+from megatron_2bw.tools.convergence import run as convergence
+from megatron_2bw.tools.convergence.options import Run, command, grid, parse
+from megatron_2bw.tools.convergence.report import (
     STARTED,
     markdown,
     outcome,
@@ -19,7 +20,6 @@ from megatron_2bw.convergence.report import (
     summarize,
     too_large,
 )
-from megatron_2bw.errors import UserError
 
 
 def line(

@@ -14,15 +14,20 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from megatron_2bw.convert import cli, config, hugging_face, work
-from megatron_2bw.convert.families import (
+from megatron_2bw.base.errors import UserError
+from megatron_2bw.tools.convert import (
+    config,
+    convert_command,
+    hugging_face_folder,
+    work,
+)
+from megatron_2bw.tools.convert.families import (
     FAMILIES,
     PADDING_BIAS,
     to_hugging_face,
     to_megatron,
 )
-from megatron_2bw.errors import UserError
-from megatron_2bw.models.model import Model
+from megatron_2bw.tools.planner.descriptions.model import Model
 
 SIZES = {
     "hidden_size": 8,
@@ -165,7 +170,8 @@ def complaint(path: Path) -> str | None:
     """The line about the tensors of a folder of LLAMA, or None."""
     try:
         work._files(
-            config.read(path / "config.json", None), hugging_face.Weights(path).shapes
+            config.read(path / "config.json", None),
+            hugging_face_folder.Weights(path).shapes,
         )
     except UserError as error:
         assert "\n" not in str(error)
@@ -223,32 +229,34 @@ def test_files_that_are_missing_or_cut_short(folder):
     file.write_bytes(file.read_bytes()[:-1])
     assert "cut short or no file of safetensors" in complaint(path)
     file.unlink()
-    assert f"there is neither {hugging_face.INDEX} nor" in complaint(path)
+    assert f"there is neither {hugging_face_folder.INDEX} nor" in complaint(path)
     weight_map = {NORM: "model-00002-of-00002.safetensors"}
-    (path / hugging_face.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    (path / hugging_face_folder.INDEX).write_text(
+        json.dumps({"weight_map": weight_map})
+    )
     assert "model-00002-of-00002.safetensors: it is missing" in complaint(path)
     save_file({"other": torch.ones(1)}, path / weight_map[NORM])
     assert NORM in complaint(path)
 
 
 def test_large_models_have_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(hugging_face, "SHARD", 100)
+    monkeypatch.setattr(hugging_face_folder, "SHARD", 100)
     held = {f"t{number}": torch.full((number,), 1.0) for number in (10, 20, 1, 40)}
-    hugging_face.write(tmp_path, held.items())
-    weights = hugging_face.Weights(tmp_path)
+    hugging_face_folder.write(tmp_path, held.items())
+    weights = hugging_face_folder.Weights(tmp_path)
     assert set(weights.shapes) == set(held) and all(
         torch.equal(weights.read(name), held[name]) for name in held
     )
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert files == [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
     assert set(load_file(tmp_path / files[1])) == {"t20", "t1"}
-    index = tmp_path / hugging_face.INDEX
+    index = tmp_path / hugging_face_folder.INDEX
     index.write_text(index.read_text().replace('"t1"', '"t20"'))
     # a file's tensors that the index leaves out, too
-    assert set(hugging_face.Weights(tmp_path).shapes) == set(held)
-    save_file({"t1": held["t1"]}, tmp_path / hugging_face.SINGLE)
+    assert set(hugging_face_folder.Weights(tmp_path).shapes) == set(held)
+    save_file({"t1": held["t1"]}, tmp_path / hugging_face_folder.SINGLE)
     # transformers reads the one file then
-    assert set(hugging_face.Weights(tmp_path).shapes) == {"t1"}
+    assert set(hugging_face_folder.Weights(tmp_path).shapes) == {"t1"}
 
 
 # --- the command line and the tokenizer
@@ -268,7 +276,9 @@ def test_wrong_words(words, line, folder, capsys):
     path = folder(LLAMA)
     (path / "latest_checkpointed_iteration.txt").write_text("release")
     with pytest.raises(SystemExit) as end:
-        cli.main(words.replace("{}", str(path)).split(), "megatron-2bw convert")
+        convert_command.main(
+            words.replace("{}", str(path)).split(), "megatron-2bw convert"
+        )
     assert end.value.code == 2 and line in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -310,17 +320,17 @@ def test_only_a_tokenizers_own_files_are_copied(folder, tmp_path_factory):
         ("tokenizer.json", path / "tokenizer.real"),
     ):
         (path / name).symlink_to(file)
-    hugging_face.copy_files(path, target)
+    hugging_face_folder.copy_files(path, target)
     assert sorted(file.name for file in target.iterdir()) == [
         "config.json",
         "tokenizer.json",
     ]
     (path / "vocab.json").symlink_to(outside / "secret")
     with pytest.raises(UserError, match="vocab.json: it is a link out of the folder"):
-        hugging_face.copy_files(path, target)
+        hugging_face_folder.copy_files(path, target)
     # of the Hub's cache, whose files are links
     revision = outside / "snapshots" / "main"
     revision.mkdir(parents=True)
     (revision / "merges.txt").symlink_to(outside / "secret")
-    hugging_face.copy_files(revision, target)
+    hugging_face_folder.copy_files(revision, target)
     assert (target / "merges.txt").read_text() == "secret"

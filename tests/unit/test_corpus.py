@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from megatron_2bw.data import corpus as corpus_module
-from megatron_2bw.data.corpus import EOD, build_corpus
+from megatron_2bw.tools.data import corpus as corpus_module
+from megatron_2bw.tools.data.corpus import EOD, build_corpus
 
 VOCAB, BYTES = 512, 200_000
 SAMPLE = "def f(x):\n\treturn  'é 日本 🙂' , x ! n't\r\n  # \x00 \ufeff end"

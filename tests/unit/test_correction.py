@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_2bw.flags.correction import (
+from megatron_2bw.base.portions import portions
+from megatron_2bw.mcore.correction import Correction, parse
+from megatron_2bw.mcore.working_copy import resume_note
+from megatron_2bw.run.flags.correction_flags import (
     GAPS,
     beta1,
     correction,
     late_of,
     notes,
 )
-from megatron_2bw.flags.own import START, sync_iterations
-from megatron_2bw.mcore.correction import Correction, parse
-from megatron_2bw.mcore.working_copy import resume_note
-from megatron_2bw.portions import portions
+from megatron_2bw.run.flags.project_flags import START, sync_iterations
 
 DOCS = Path(__file__).parents[2] / "docs"
 

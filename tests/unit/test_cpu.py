@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from megatron_2bw import cpu
-from megatron_2bw.flags import early, parse
-from megatron_2bw.start import launch
+from megatron_2bw.mcore import cpu
+from megatron_2bw.run.flags import parse, quick_check
+from megatron_2bw.run.start import launch
 
 
 def state() -> dict:
@@ -51,7 +51,7 @@ def test_nothing_changes_on_a_cuda_host(monkeypatch):
     """With a GPU and --device auto, `launch` neither installs the layer nor replaces a
     flag."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(early, "mistake", lambda *given: None)
+    monkeypatch.setattr(quick_check, "mistake", lambda *given: None)
     monkeypatch.setattr(
         sys, "argv", ["pretrain_gpt_2bw.py", "--pipeline-schedule", "2bw", "--verbose"]
     )
@@ -63,5 +63,5 @@ def test_nothing_changes_on_a_cuda_host(monkeypatch):
 
     monkeypatch.setattr(parse, "parse", stop_here)
     with pytest.raises(KeyboardInterrupt):
-        launch.launch("megatron_2bw.tasks.gpt")
+        launch.launch("megatron_2bw.run.tasks.gpt")
     assert not cpu.installed() and seen == before

@@ -1,6 +1,6 @@
 """A demo that fails."""
 
-from megatron_2bw import demo
+from megatron_2bw.tools import demo
 
 
 def test_results_of_an_earlier_run_go_before_a_run_that_may_fail(tmp_path, monkeypatch):

@@ -17,8 +17,8 @@ import time
 
 import pytest
 
-from megatron_2bw.flags import early
-from megatron_2bw.flags.parse import prepare
+from megatron_2bw.run.flags import quick_check
+from megatron_2bw.run.flags.parse import prepare
 from tests.distributed.training import command
 from tests.unit.command_lines import stop
 
@@ -44,48 +44,48 @@ def test_the_table_has_megatrons_defaults(task, schedule):
         else value
         for name, value in vars(whole.parse_args([])).items()
     }
-    found = vars(early.parser_of(task, schedule).parse_args([]))
+    found = vars(quick_check.parser_of(task, schedule).parse_args([]))
     assert expected == {name: found[name] for name in expected}
 
 
 def test_the_first_use_writes_the_table(tmp_path, monkeypatch):
     """Not where it cannot, and again after a package was installed."""
-    monkeypatch.setattr(early, "table", early.table.__wrapped__)
+    monkeypatch.setattr(quick_check, "table", quick_check.table.__wrapped__)
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
-    early.remember(megatrons())
-    assert early.mistake(["--no-such-flag"], "gpt", 1) is None
+    quick_check.remember(megatrons())
+    assert quick_check.mistake(["--no-such-flag"], "gpt", 1) is None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    early.remember(megatrons())
+    quick_check.remember(megatrons())
     (file,) = tmp_path.glob("megatron_2bw/*.json")
-    assert early.table() == json.loads(file.read_text())
+    assert quick_check.table() == json.loads(file.read_text())
     os.utime(file, (time.time() - 1e9,) * 2)
-    assert early.table() == []
+    assert quick_check.table() == []
 
 
 def test_a_hint_is_a_flag_that_helps():
     """Not the opposite, as --apply-query-key-layer-scaling is; not --sft, which is
     refused; not --disable-msc."""
-    line = early.mistake([*command(1, 1), "--no-masked-softmax"], "gpt", 1)
+    line = quick_check.mistake([*command(1, 1), "--no-masked-softmax"], "gpt", 1)
     assert line.endswith(" (did you mean --no-masked-softmax-fusion?)")
     for typed in (
         "no-query-key-layer-scaling tie-embeddings-and-output-weights sftt ap-sft "
         "disable-bias"
     ).split():
         assert (
-            early.mistake([*command(1, 1), f"--{typed}"], "gpt", 1)
+            quick_check.mistake([*command(1, 1), f"--{typed}"], "gpt", 1)
             == f"unrecognized arguments: --{typed}"
         )
 
 
 def test_a_wrong_flag_is_answered_without_torch(tmp_path, monkeypatch):
     """As the last line; torchrun quotes it in the report with which it ends."""
-    monkeypatch.setattr(early, "table", early.table.__wrapped__)
+    monkeypatch.setattr(quick_check, "table", quick_check.table.__wrapped__)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    early.remember(megatrons())
+    quick_check.remember(megatrons())
     code = (
         "import sys; sys.argv = ['pretrain_gpt_2bw.py', '--lrr', '3']\n"
-        "from megatron_2bw.start.launch import launch\n"
-        "try:\n    launch('megatron_2bw.tasks.gpt')\n"
+        "from megatron_2bw.run.start.launch import launch\n"
+        "try:\n    launch('megatron_2bw.run.tasks.gpt')\n"
         "finally:\n    assert not {'torch', 'megatron'} & {*sys.modules}, 'imported'"
     )
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from megatron_2bw import cpu
-from megatron_2bw.flags import checks, environment
-from megatron_2bw.flags.parse import parse_early
+from megatron_2bw.mcore import cpu
+from megatron_2bw.run.flags import checks, environment
+from megatron_2bw.run.flags.parse import parse_early
 from tests.distributed.training import command
 from tests.unit.command_lines import complaint, stop
 

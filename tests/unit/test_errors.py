@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from megatron_2bw.errors import UserError, report
+from megatron_2bw.base.errors import UserError, report
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from megatron_2bw.errors import UserError
+from megatron_2bw.base.errors import UserError
 from megatron_2bw.mcore.repairs import queue_in_process
-from megatron_2bw.start import exits
+from megatron_2bw.run.start import exits
 
 EFFECTS = [
     RuntimeError(
@@ -77,7 +77,7 @@ def test_a_cause_is_told_at_once_and_before_the_last_words_which_cannot_hide_it(
     for name in ("alarm", "signal"):
         monkeypatch.setattr(exits.signal, name, lambda *given: None)
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr("megatron_2bw.start.screen._record", None)
+    monkeypatch.setattr("megatron_2bw.run.start.screen._record", None)
 
     def last_words() -> None:
         before.extend(capfd.readouterr().err.splitlines())
@@ -93,7 +93,7 @@ def test_a_rank_that_cannot_leave_is_ended(tmp_path):
     """A thread that waits for a lost rank for ever must not keep the process."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import threading, time\nfrom megatron_2bw.start import exits\nexits.GRACE = 1\n"
+        "import threading, time\nfrom megatron_2bw.run.start import exits\nexits.GRACE = 1\n"
         "threading.Thread(target=time.sleep, args=(100,)).start()\n"
         "try:\n    raise ValueError('here')\nexcept ValueError as error:\n    exits.leave(error)\n"
     )

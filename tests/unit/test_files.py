@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from megatron_2bw.files import set_aside, write_json, write_whole
+from megatron_2bw.base.files import set_aside, write_json, write_whole
 
 
 @pytest.mark.parametrize("content", ["grüße\n", "grüße\n".encode()])

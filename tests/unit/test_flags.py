@@ -6,9 +6,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_2bw.flags import environment
-from megatron_2bw.flags.own import add_flags
-from megatron_2bw.flags.unsupported import UNSUPPORTED, WITHOUT
+from megatron_2bw.run.flags import environment
+from megatron_2bw.run.flags.project_flags import add_flags
+from megatron_2bw.run.flags.unsupported import UNSUPPORTED, WITHOUT
 
 
 def test_the_page_is_complete():

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron_2bw import cli
-from megatron_2bw.gpu_check import rows, runner
-from megatron_2bw.gpu_check.rows import Failed, Observed, Row
-from megatron_2bw.gpu_check.runner import FAILED, OK, SKIPPED
-from megatron_2bw.local_ranks import on_gpu
+from megatron_2bw.base.local_ranks import on_gpu
+from megatron_2bw.tools.gpu_check import rows, runner
+from megatron_2bw.tools.gpu_check.rows import Failed, Observed, Row
+from megatron_2bw.tools.gpu_check.runner import FAILED, OK, SKIPPED
 
 
 def row(run, name="one", seconds=5.0, needs=()) -> Row:

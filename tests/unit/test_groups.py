@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_2bw.core import groups
-from megatron_2bw.core.groups import StepGroup, new_group
-from megatron_2bw.core.streams import POOL, own_stream
+from megatron_2bw.engine import process_groups
+from megatron_2bw.engine.process_groups import StepGroup, new_group
+from megatron_2bw.engine.streams import POOL, own_stream
 
 
 @pytest.fixture
@@ -40,9 +40,9 @@ def waits(monkeypatch):
 def test_a_name_depends_on_ranks_and_purpose_alone(world, monkeypatch, before):
     """So the two ends of a boundary agree, however many other groups each of them is
     in."""
-    monkeypatch.setattr(groups, "_made", Counter())
+    monkeypatch.setattr(process_groups, "_made", Counter())
     first = new_group([0], "data").group_name
-    monkeypatch.setattr(groups, "_made", Counter())
+    monkeypatch.setattr(process_groups, "_made", Counter())
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     others = [new_group([0], name).group_name for name in before]
@@ -128,7 +128,7 @@ def test_streams_are_distinct(monkeypatch):
             self.cuda_stream = 1000 + len(made) % POOL
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr("megatron_2bw.core.streams._taken", [])
+    monkeypatch.setattr("megatron_2bw.engine.streams._taken", [])
     own = []
     for number in range(POOL):
         own.append(own_stream(torch.device("cuda")).cuda_stream)
@@ -140,15 +140,15 @@ def test_streams_are_distinct(monkeypatch):
 
 
 def test_more_groups_than_streams_are_one_line(world, monkeypatch):
-    monkeypatch.setattr(groups, "POOL", 2)
+    monkeypatch.setattr(process_groups, "POOL", 2)
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
     new_group([0], "data")
-    assert groups.streams_warning() is None
+    assert process_groups.streams_warning() is None
     new_group([0], "activations")
-    line = groups.streams_warning()
+    line = process_groups.streams_warning()
     assert (
         line.startswith("> 3 process groups of NCCL share the 2 CUDA streams")
         and "--two-bw-extra-warmup" in line
     )
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
-    assert groups.streams_warning() is None
+    assert process_groups.streams_warning() is None

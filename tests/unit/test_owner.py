@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_2bw.checkpoints import owner
-from megatron_2bw.errors import UserError
+from megatron_2bw.base.errors import UserError
+from megatron_2bw.mcore.checkpoints import owner
 
 HOLD = (
-    "import sys, time; from megatron_2bw.checkpoints import owner; "
+    "import sys, time; from megatron_2bw.mcore.checkpoints import owner; "
     "owner.hold(sys.argv[1]); print(flush=True)"
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_2bw.core.p2p import Neighbours, Receiver, Sender
+from megatron_2bw.engine.p2p import Neighbours, Receiver, Sender
 from tests.plain import Arrived
 
 

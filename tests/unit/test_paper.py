@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from megatron_2bw.models.model import PRESETS
 from megatron_2bw.schedules import SCHEDULES, TwoBW
+from megatron_2bw.tools.planner.descriptions.model import PRESETS
 from scripts import paper, paper_data, paper_figures
 from scripts.paper_data import FIRST, PAPER, SYSTEMS, grid, panels
 from scripts.paper_figures import Claim, Point, judge_ratio

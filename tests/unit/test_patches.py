@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from megatron_2bw import guard
-from megatron_2bw.mcore import patches
+from megatron_2bw.mcore import patches, rebinding
 from megatron_2bw.schedules import SCHEDULES
 
 pytestmark = pytest.mark.usefixtures("cpu_layer")
@@ -44,7 +43,7 @@ def test_apply_and_undo(runtime):
         patches.for_checkpoints(runtime),
     )
     late = (patches.for_log(runtime), patches.for_late_step(runtime))
-    undo = guard.apply([row for some in (*rows, *late) for row in some])
+    undo = rebinding.apply([row for some in (*rows, *late) for row in some])
     assert training.get_forward_backward_func()() == "ours"
     assert training.initialize_megatron.keywords == {"allow_no_cuda": True}
     undo()
@@ -66,15 +65,15 @@ def test_drift_is_one_line_and_nothing_is_rebound(name, parameters, line):
     from megatron.training import training
 
     before = training.initialize_megatron
-    drifted = guard.Patch(
+    drifted = rebinding.Patch(
         "megatron.training.training",
         name,
         parameters,
         "test",
         lambda original: original,
     )
-    with pytest.raises(guard.DriftError) as error:
-        guard.apply([*patches.for_cpu(), drifted])
+    with pytest.raises(rebinding.DriftError) as error:
+        rebinding.apply([*patches.for_cpu(), drifted])
     assert line in str(error.value) and "\n" not in str(error.value)
     assert "needs megatron-core 0.19 as released, found 0.19." in str(error.value)
     assert training.initialize_megatron is before
@@ -85,10 +84,10 @@ def test_another_version_is_refused(monkeypatch):
 
     monkeypatch.setattr(megatron.core.package_info, "VERSION", (0, 21, 0))
     with pytest.raises(
-        guard.DriftError,
+        rebinding.DriftError,
         match="megatron-core 0.21.0 is installed, megatron_2bw needs 0.19",
     ):
-        guard.apply([])
+        rebinding.apply([])
 
 
 def test_ranks_are_not_asked_to_exit_until_one_wants_to_exit(runtime):
@@ -128,21 +127,23 @@ def test_a_patched_checkout_leaves_megatrons_own_schedule_alone(monkeypatch):
     when a schedule is asked for."""
     from megatron.training.arguments import add_megatron_arguments
 
-    from megatron_2bw import native
-    from megatron_2bw.flags import stop
+    from megatron_2bw.run import source_checkout
+    from megatron_2bw.run.flags import stop
 
     stopped = []
     monkeypatch.setattr(
         stop, "stop", lambda message: stopped.append(message) or sys.exit(2)
     )
-    parser = native.add_flags(
+    parser = source_checkout.add_flags(
         add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     )
     flags = "--fp8-format hybrid --distributed-backend gloo --transformer-impl local"
     args = parser.parse_args(flags.split())
     args.world_size = 1
-    native.check(args)
+    source_checkout.check(args)
     with pytest.raises(SystemExit):
-        native.check(argparse.Namespace(**vars(args) | {"pipeline_schedule": "2bw"}))
+        source_checkout.check(
+            argparse.Namespace(**vars(args) | {"pipeline_schedule": "2bw"})
+        )
     assert len(stopped) == 1 and stopped[0].startswith("--fp8-format")
     assert not hasattr(args, "device")

@@ -19,8 +19,8 @@ from megatron_2bw import (
     Worker,
     schedule_of,
 )
-from megatron_2bw.core.p2p import Receiver, Sender
-from megatron_2bw.core.recorder import Recorder
+from megatron_2bw.engine.p2p import Receiver, Sender
+from megatron_2bw.engine.recorder import Recorder
 from tests.plain import Arrived, assert_same, example, reference
 
 CPU = torch.device("cpu")

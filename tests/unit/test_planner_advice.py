@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_2bw.models import cluster, model
-from megatron_2bw.models.plan import Plan
-from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.find.advice import DELAY, TIE, ranked
-from megatron_2bw.planner.find.search import Space
+from megatron_2bw.tools.planner.cost.simulated import Cost
+from megatron_2bw.tools.planner.descriptions import cluster, model
+from megatron_2bw.tools.planner.descriptions.plan import Plan
+from megatron_2bw.tools.planner.find.advice import DELAY, TIE, ranked
+from megatron_2bw.tools.planner.find.search import Space
 
 FLUSH = Plan(1, 4, 2, 1, 8, schedule="pipedream-flush")
 LATE = replace(FLUSH, schedule="2bw")

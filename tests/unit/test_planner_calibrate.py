@@ -8,19 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from megatron_2bw.errors import UserError
-from megatron_2bw.models import cluster as clusters
-from megatron_2bw.models.model import Model
-from megatron_2bw.models.plan import Plan
-from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.measure.calibrate import (
+from megatron_2bw.base.errors import UserError
+from megatron_2bw.tools.planner.cost.simulated import Cost
+from megatron_2bw.tools.planner.descriptions import cluster as clusters
+from megatron_2bw.tools.planner.descriptions.model import Model
+from megatron_2bw.tools.planner.descriptions.plan import Plan
+from megatron_2bw.tools.planner.measure.calibrate import (
     DEVICE,
     calibrate,
     cross_validated,
     memory_errors,
     predict,
 )
-from megatron_2bw.planner.measure.runs import COLUMNS, Run, read, read_log, read_runs
+from megatron_2bw.tools.planner.measure.runs import (
+    COLUMNS,
+    Run,
+    read,
+    read_log,
+    read_runs,
+)
 
 PRESET = clusters.preset("dgx-a100-80", 1)
 SMALL, LARGE = (

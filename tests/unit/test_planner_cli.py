@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_2bw.errors import UserError
-from megatron_2bw.models import cluster as clusters
-from megatron_2bw.models.cluster import Cluster, Device, Link
-from megatron_2bw.models.cluster_file import from_yaml, to_yaml
-from megatron_2bw.models.profile import BlockTime
-from megatron_2bw.planner.cli import main
-from megatron_2bw.planner.find.advice import SPARE
-from megatron_2bw.planner.tools import run_simulate
+from megatron_2bw.base.errors import UserError
+from megatron_2bw.tools.planner.descriptions import cluster as clusters
+from megatron_2bw.tools.planner.descriptions.cluster import Cluster, Device, Link
+from megatron_2bw.tools.planner.descriptions.cluster_file import from_yaml, to_yaml
+from megatron_2bw.tools.planner.descriptions.profile import BlockTime
+from megatron_2bw.tools.planner.find.advice import SPARE
+from megatron_2bw.tools.planner.other_commands import run_simulate
+from megatron_2bw.tools.planner.plan_command import main
 from tests.unit.test_planner_profile import PROFILE as MEASURED
 
 TINY = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 1000"

@@ -10,12 +10,7 @@ from dataclasses import astuple, replace
 import pytest
 from hypothesis import given
 
-from megatron_2bw.models.cluster import Cluster, Device, Link
-from megatron_2bw.models.model import Model
-from megatron_2bw.models.plan import RECOMPUTE, Plan
-from megatron_2bw.models.profile import BlockTime, Profile
-from megatron_2bw.planner.cost.compute import FILL, Compute, Work
-from megatron_2bw.planner.cost.links import (
+from megatron_2bw.tools.planner.cost.communication import (
     START,
     Group,
     all_reduce,
@@ -24,8 +19,13 @@ from megatron_2bw.planner.cost.links import (
     layout,
     message,
 )
-from megatron_2bw.planner.cost.memory import LINK, PAIR
-from megatron_2bw.planner.cost.simulated import Cost
+from megatron_2bw.tools.planner.cost.compute import FILL, Compute, Work
+from megatron_2bw.tools.planner.cost.memory import LINK, PAIR
+from megatron_2bw.tools.planner.cost.simulated import Cost
+from megatron_2bw.tools.planner.descriptions.cluster import Cluster, Device, Link
+from megatron_2bw.tools.planner.descriptions.model import Model
+from megatron_2bw.tools.planner.descriptions.plan import RECOMPUTE, Plan
+from megatron_2bw.tools.planner.descriptions.profile import BlockTime, Profile
 from tests.unit.test_planner_search import SCHEDULED, planned, property_of
 
 GPT = Model("gpt", 8, 1024, 16, vocab=50304, sequence=512)

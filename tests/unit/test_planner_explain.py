@@ -10,17 +10,17 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 
-from megatron_2bw.models import cluster as clusters
-from megatron_2bw.models.model import PRESETS
-from megatron_2bw.models.plan import Plan
-from megatron_2bw.models.profile import BlockTime, Profile
-from megatron_2bw.planner.cost.memory import GIB
-from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.find.advice import TIGHT
-from megatron_2bw.planner.find.search import Search
-from megatron_2bw.planner.find.space import Space
-from megatron_2bw.planner.tell import rejections as left_out
-from megatron_2bw.planner.tell.explain import (
+from megatron_2bw.tools.planner.cost.memory import GIB
+from megatron_2bw.tools.planner.cost.simulated import Cost
+from megatron_2bw.tools.planner.descriptions import cluster as clusters
+from megatron_2bw.tools.planner.descriptions.model import PRESETS
+from megatron_2bw.tools.planner.descriptions.plan import Plan
+from megatron_2bw.tools.planner.descriptions.profile import BlockTime, Profile
+from megatron_2bw.tools.planner.find.advice import TIGHT
+from megatron_2bw.tools.planner.find.search import Search
+from megatron_2bw.tools.planner.find.space import Space
+from megatron_2bw.tools.planner.tell import rejections as left_out
+from megatron_2bw.tools.planner.tell.explain import (
     CAVEAT,
     ESTIMATED,
     MEASURED,
@@ -32,8 +32,8 @@ from megatron_2bw.planner.tell.explain import (
     terms,
     three,
 )
-from megatron_2bw.planner.tell.json_out import as_json
-from megatron_2bw.planner.tell.rejections import nothing_fits, rejections
+from megatron_2bw.tools.planner.tell.json_out import as_json
+from megatron_2bw.tools.planner.tell.rejections import nothing_fits, rejections
 
 GPT, LARGER = PRESETS["gpt-355m"], PRESETS["gpt-1.3b"]
 P3 = clusters.preset("p3.16xlarge", 1)

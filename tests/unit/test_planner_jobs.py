@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_2bw.models import cluster as clusters
-from megatron_2bw.models.model import PRESETS
-from megatron_2bw.models.plan import Plan
-from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.tell import jobs, training
+from megatron_2bw.tools.planner.cost.simulated import Cost
+from megatron_2bw.tools.planner.descriptions import cluster as clusters
+from megatron_2bw.tools.planner.descriptions.model import PRESETS
+from megatron_2bw.tools.planner.descriptions.plan import Plan
+from megatron_2bw.tools.planner.tell import jobs, training
 from tests.unit.test_planner_legality import on_a_gpu_host, parsed  # noqa: F401  a fixture that acts by itself
 
 ROOT = Path(__file__).parents[2]
@@ -192,7 +192,9 @@ def test_torchrun_takes_the_options_of_the_job(tmp_path):
     )
     words = (tmp_path / "words").read_text().splitlines()
     assert (
-        30 < int(words[words.index(f"{ROOT}/megatron_2bw/slurm/node.sh") + 2]) < notice
+        30
+        < int(words[words.index(f"{ROOT}/megatron_2bw/tools/slurm/node.sh") + 2])
+        < notice
     )
     status = json.loads((tmp_path / "logs" / "job-71234" / "status.json").read_text())
     assert [entry["status"] for entry in status["history"]] == ["running", "completed"]
@@ -211,7 +213,7 @@ def test_only_a_torchrun_that_can_wait_is_given_the_seconds_to_save(waits, tmp_p
         (folder / "__init__.py").touch()
     command = [
         "bash",
-        ROOT / "megatron_2bw" / "slurm" / "node.sh",
+        ROOT / "megatron_2bw" / "tools" / "slurm" / "node.sh",
         sys.executable,
         "77",
         "--max-restarts",

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_2bw import cpu
-from megatron_2bw.flags import checks
-from megatron_2bw.flags.parse import check, parse_early, prepare
-from megatron_2bw.flags.unsupported import layout_stages
-from megatron_2bw.models.model import PRESETS, Model
-from megatron_2bw.models.plan import Plan
-from megatron_2bw.planner.find.legality import violations
+from megatron_2bw.mcore import cpu
+from megatron_2bw.run.flags import checks
+from megatron_2bw.run.flags.parse import check, parse_early, prepare
+from megatron_2bw.run.flags.unsupported import layout_stages
 from megatron_2bw.schedules import SCHEDULE_NAMES
+from megatron_2bw.tools.planner.descriptions.model import PRESETS, Model
+from megatron_2bw.tools.planner.descriptions.plan import Plan
+from megatron_2bw.tools.planner.find.legality import violations
 
 
 class Stopped(Exception):

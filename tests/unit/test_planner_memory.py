@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_2bw.models.model import Model
-from megatron_2bw.models.plan import Plan
-from megatron_2bw.planner.cost.memory import (
+from megatron_2bw.schedules import B, F, Shape
+from megatron_2bw.tools.planner.cost.memory import (
     GROUP,
     LINK,
     PAIR,
@@ -20,7 +19,8 @@ from megatron_2bw.planner.cost.memory import (
     communicators,
     layer_activations,
 )
-from megatron_2bw.schedules import B, F, Shape
+from megatron_2bw.tools.planner.descriptions.model import Model
+from megatron_2bw.tools.planner.descriptions.plan import Plan
 from tests.unit.test_planner_search import planned, property_of
 
 GPT = Model("gpt", 16, 1024, 16, vocab=50257, sequence=512)

@@ -11,13 +11,20 @@ from unittest import mock
 
 import pytest
 
-from megatron_2bw import cpu
-from megatron_2bw.errors import UserError
-from megatron_2bw.models.hugging_face import from_hugging_face
-from megatron_2bw.models.inputs import add_model_flags, model_of
-from megatron_2bw.models.model import ARGUMENTS, LLAMA_LAYER, PRESETS, Model
-from megatron_2bw.models.plan import Plan
-from megatron_2bw.planner.cost.memory import Memory
+from megatron_2bw.base.errors import UserError
+from megatron_2bw.mcore import cpu
+from megatron_2bw.tools.planner.cost.memory import Memory
+from megatron_2bw.tools.planner.descriptions.hugging_face_config import (
+    from_hugging_face,
+)
+from megatron_2bw.tools.planner.descriptions.inputs import add_model_flags, model_of
+from megatron_2bw.tools.planner.descriptions.model import (
+    ARGUMENTS,
+    LLAMA_LAYER,
+    PRESETS,
+    Model,
+)
+from megatron_2bw.tools.planner.descriptions.plan import Plan
 
 GPT = Model("gpt", 2, 64, 4, vocab=1000, sequence=32)
 LLAMA = replace(
@@ -90,10 +97,9 @@ def parse():
     cpu.install()
     from megatron.training.arguments import add_megatron_arguments, validate_args
 
-    from megatron_2bw import guard
-    from megatron_2bw.mcore import patches
+    from megatron_2bw.mcore import patches, rebinding
 
-    undo = guard.apply(
+    undo = rebinding.apply(
         [patch for patch in patches.for_cpu() if patch.name == "_set_cuda_rng_state"]
     )
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from bench import planner_published, tables
-from megatron_2bw.models import cluster, model
-from megatron_2bw.planner.cost.memory import GIB
-from megatron_2bw.planner.cost.simulated import Cost, Estimate
-from megatron_2bw.planner.find.advice import DELAY, SPARE, TIE, ranked
-from megatron_2bw.planner.find.search import Search
-from megatron_2bw.planner.find.space import Space
-from megatron_2bw.planner.tell.explain import three
+from megatron_2bw.tools.planner.cost.memory import GIB
+from megatron_2bw.tools.planner.cost.simulated import Cost, Estimate
+from megatron_2bw.tools.planner.descriptions import cluster, model
+from megatron_2bw.tools.planner.find.advice import DELAY, SPARE, TIE, ranked
+from megatron_2bw.tools.planner.find.search import Search
+from megatron_2bw.tools.planner.find.space import Space
+from megatron_2bw.tools.planner.tell.explain import three
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = "".join(

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_2bw import cpu
-from megatron_2bw.errors import UserError
-from megatron_2bw.models.cluster import Link
-from megatron_2bw.models.model import Model
-from megatron_2bw.models.profile import BlockTime, Profile
-from megatron_2bw.planner.measure import blocks as measure
+from megatron_2bw.base.errors import UserError
+from megatron_2bw.mcore import cpu
+from megatron_2bw.tools.planner.descriptions.cluster import Link
+from megatron_2bw.tools.planner.descriptions.model import Model
+from megatron_2bw.tools.planner.descriptions.profile import BlockTime, Profile
+from megatron_2bw.tools.planner.measure import blocks as measure
 
 MODEL = Model("tiny", 2, 64, 4, vocab=100, sequence=32)
 TIMES = dict(

@@ -10,15 +10,15 @@ import shlex
 import pytest
 from matplotlib.collections import PolyCollection
 
-from megatron_2bw.models import cluster, model
-from megatron_2bw.models.plan import Plan
-from megatron_2bw.planner.cost.memory import GIB
-from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.tell import report
 from megatron_2bw.schedules import SCHEDULES, Shape
 from megatron_2bw.schedules.interleaved import Interleaved
-from megatron_2bw.timelines import picture
-from megatron_2bw.timelines.simulator import Times, simulate
+from megatron_2bw.tools.planner.cost.memory import GIB
+from megatron_2bw.tools.planner.cost.simulated import Cost
+from megatron_2bw.tools.planner.descriptions import cluster, model
+from megatron_2bw.tools.planner.descriptions.plan import Plan
+from megatron_2bw.tools.planner.tell import report
+from megatron_2bw.tools.timelines import picture
+from megatron_2bw.tools.timelines.simulator import Times, simulate
 
 COST = Cost(model.preset("gpt-355m"), cluster.preset("p3.16xlarge", 1), "fp16")
 PLANS = [

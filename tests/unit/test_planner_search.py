@@ -13,17 +13,17 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_2bw.models import cluster, model
-from megatron_2bw.models.cluster import Cluster, Device, Link
-from megatron_2bw.models.model import Model
-from megatron_2bw.models.plan import RECOMPUTE, Plan
-from megatron_2bw.planner.cost.links import layout
-from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.find.legality import violations
-from megatron_2bw.planner.find.search import Search
-from megatron_2bw.planner.find.space import Space
 from megatron_2bw.schedules import Shape
-from megatron_2bw.timelines.simulator import iteration_time, simulate
+from megatron_2bw.tools.planner.cost.communication import layout
+from megatron_2bw.tools.planner.cost.simulated import Cost
+from megatron_2bw.tools.planner.descriptions import cluster, model
+from megatron_2bw.tools.planner.descriptions.cluster import Cluster, Device, Link
+from megatron_2bw.tools.planner.descriptions.model import Model
+from megatron_2bw.tools.planner.descriptions.plan import RECOMPUTE, Plan
+from megatron_2bw.tools.planner.find.legality import violations
+from megatron_2bw.tools.planner.find.search import Search
+from megatron_2bw.tools.planner.find.space import Space
+from megatron_2bw.tools.timelines.simulator import iteration_time, simulate
 
 P3 = cluster.preset("p3.16xlarge", 1)
 P3_HALF = replace(P3, gpus_per_server=4)

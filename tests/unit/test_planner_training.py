@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_2bw.models import cluster, model
-from megatron_2bw.models.plan import Plan
-from megatron_2bw.planner.cost.simulated import Cost
-from megatron_2bw.planner.tell import training
+from megatron_2bw.tools.planner.cost.simulated import Cost
+from megatron_2bw.tools.planner.descriptions import cluster, model
+from megatron_2bw.tools.planner.descriptions.plan import Plan
+from megatron_2bw.tools.planner.tell import training
 
 COST = Cost(model.preset("gpt-2.2b"), cluster.preset("dgx-a100-80", 2), "bf16")
 PLAN = Plan(1, 8, 2, 2, 16, extrapolate=True)

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_2bw.flags.early import mistake
-from megatron_2bw.models.model import preset
-from megatron_2bw.models.plan import Plan
-from megatron_2bw.planner.cost.memory import Memory
+from megatron_2bw.run.flags.quick_check import mistake
 from megatron_2bw.schedules import SCHEDULES as EXECUTED
 from megatron_2bw.schedules import Shape, TwoBW, parse, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
-from megatron_2bw.timelines.simulator import (
+from megatron_2bw.tools.planner.cost.memory import Memory
+from megatron_2bw.tools.planner.descriptions.model import preset
+from megatron_2bw.tools.planner.descriptions.plan import Plan
+from megatron_2bw.tools.timelines.simulator import (
     Times,
     by_stage,
     iteration_time,

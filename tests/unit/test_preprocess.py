@@ -13,7 +13,7 @@ import sentencex
 from filelock import FileLock
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from megatron_2bw.data import preprocess, preprocess_cli, vocabulary
+from megatron_2bw.tools.data import preprocess, preprocess_command, vocabulary
 
 WORDS = (
     "the a Dr. model stage pipeline of weights gradient é 日本 batch update is was "
@@ -47,7 +47,7 @@ def source(tmp_path_factory):
 
 
 def main(*flags) -> int:
-    return preprocess_cli.main([*map(str, flags), "--workers", "1"])
+    return preprocess_command.main([*map(str, flags), "--workers", "1"])
 
 
 def call(capsys, *flags) -> tuple[int, str, str]:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_2bw.tasks import common
+from megatron_2bw.run.tasks import common
 
 
 @pytest.fixture

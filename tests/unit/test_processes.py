@@ -13,7 +13,7 @@ import time
 import psutil
 import pytest
 
-from megatron_2bw.processes import exit_on_signals, free_port, stop_tree
+from megatron_2bw.base.processes import exit_on_signals, free_port, stop_tree
 
 SLEEP = "import time; time.sleep(60)"
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from megatron_2bw.flags.unsupported import UNSUPPORTED, WITHOUT, settle
+from megatron_2bw.run.flags.unsupported import UNSUPPORTED, WITHOUT, settle
 from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES
 from tests.distributed.training import BERT, command
 from tests.unit.command_lines import UNTIED, complaint, parse, parser_of

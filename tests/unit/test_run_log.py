@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_2bw import run_log
+from megatron_2bw.base import run_log
 
 LOG = """\
 [before the start of training step] datetime: 2026-01-01 00:00:00

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron_2bw import guard
-from megatron_2bw.checkpoints.folder import (
+from megatron_2bw.mcore import patches, rebinding
+from megatron_2bw.mcore.checkpoints.folder import (
     TRACKER,
     TrackerFiles,
     checkpoint_name,
@@ -25,8 +25,7 @@ from megatron_2bw.checkpoints.folder import (
     saved_iterations,
     set_aside_old,
 )
-from megatron_2bw.checkpoints.unpickle import Refused
-from megatron_2bw.mcore import patches
+from megatron_2bw.mcore.checkpoints.unpickle import Refused
 
 builtin = types.SimpleNamespace(open=open)
 
@@ -176,8 +175,8 @@ def test_damage_is_named_with_what_else_could_be_loaded(how, tmp_path):
 
 @pytest.fixture
 def guarded():
-    undo = guard.apply(patches.for_reading())
-    again = guard.apply(patches.for_reading())
+    undo = rebinding.apply(patches.for_reading())
+    again = rebinding.apply(patches.for_reading())
     yield
     again()
     undo()

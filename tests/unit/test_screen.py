@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron_2bw.start import screen
+from megatron_2bw.run.start import screen
 
 ALLOWED = """
  [2026-11-23 04:21:34.234188] iteration        1/      12 | consumed samples:            4 |
@@ -43,7 +43,7 @@ def test_which_lines_the_screen_shows(line):
 
 PROGRAM = """
 import os, sys, warnings
-from megatron_2bw.start import screen
+from megatron_2bw.run.start import screen
 screen.begin('--verbose' in sys.argv)
 print("> initialized tensor model parallel with size 1")
 print(" iteration 1/ 2 ", end="")

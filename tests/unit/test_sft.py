@@ -13,9 +13,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from megatron_2bw import cpu
-from megatron_2bw.data import indexed
-from megatron_2bw.errors import UserError
+from megatron_2bw.base.errors import UserError
+from megatron_2bw.mcore import cpu
+from megatron_2bw.run.flags import indexed_dataset
 from tests.distributed.training import command
 from tests.unit.command_lines import complaint, dataset
 from tests.unit.test_preprocess import call, files_of
@@ -158,7 +158,7 @@ def test_the_assistants_text_is_the_target(tmp_path, capsys):
         first,
     ]
     assert out.endswith(f" --tokenizer-model {tmp_path}/tokenizer --sft-data\n")
-    assert indexed.has_prompts(str(tmp_path / "out"))
+    assert indexed_dataset.has_prompts(str(tmp_path / "out"))
 
 
 def test_the_templates_own_marks_come_first(tmp_path, capsys):
@@ -441,7 +441,7 @@ def samples(tmp_path, monkeypatch):
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.utils import Split
 
-    from megatron_2bw.tasks.sft import PackedSFTDataset, SFTDataset
+    from megatron_2bw.run.tasks.sft import PackedSFTDataset, SFTDataset
 
     monkeypatch.setattr(SFTDataset, "_key_config_attributes", staticmethod(list))
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_2bw.schedules import SCHEDULES, Schedule, Shape, TwoBW, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
-from megatron_2bw.timelines.simulator import (
+from megatron_2bw.tools.timelines.simulator import (
     Event,
     Times,
     iteration_time,

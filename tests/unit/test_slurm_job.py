@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_2bw.errors import UserError
-from megatron_2bw.models.model import PRESETS
-from megatron_2bw.planner.tell import training
-from megatron_2bw.slurm import flags, status
-from megatron_2bw.slurm.status import IDLE_STARTS, WORDS, Facts, Outcome, decide
+from megatron_2bw.base.errors import UserError
+from megatron_2bw.tools.planner.descriptions.model import PRESETS
+from megatron_2bw.tools.planner.tell import training
+from megatron_2bw.tools.slurm import job_flags, status
+from megatron_2bw.tools.slurm.status import IDLE_STARTS, WORDS, Facts, Outcome, decide
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "megatron_2bw" / "slurm"
+SCRIPTS = ROOT / "megatron_2bw" / "tools" / "slurm"
 HALF = " iteration        5/      10 | consumed samples: 40 | lm loss: 4.0E+00 |\n"
 WHOLE = (
     HALF + " iteration       10/      10 | consumed samples: 80 | lm loss: 3.0E+00 |\n"
@@ -192,13 +192,13 @@ PLAN = {
 
 def test_flags_of_a_model():
     model = PRESETS["bert-2.2b"]
-    words = flags.words("bert", model.name, "", 2, 8, "bf16")
+    words = job_flags.words("bert", model.name, "", 2, 8, "bf16")
     text = """--pipeline-schedule 2bw --tensor-model-parallel-size 1 --pipeline-model-parallel-size 16
         --micro-batch-size 1 --global-batch-size 16 --two-bw-correction auto --bf16"""
     plan = text.split()
     data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "30522"]
     assert words == [*model.flags(), *plan, *training.flags(), *data]
-    own = flags.words("bert", model.name, "", 2, 8, "fp32", "--data-path 'my text'")
+    own = job_flags.words("bert", model.name, "", 2, 8, "fp32", "--data-path 'my text'")
     assert own == [
         *model.flags(),
         *plan[:-1],
@@ -219,7 +219,7 @@ def test_flags_of_a_model():
     ],
 )
 def test_default_sizes_fill_the_stages(name, ranks, depth):
-    plan = flags.default_plan(PRESETS[name], ranks)
+    plan = job_flags.default_plan(PRESETS[name], ranks)
     assert (plan.depth, plan.gpus, plan.microbatches) == (depth, ranks, depth)
     for other in range(1, ranks + 1):  # the caller may give another depth alone
         if ranks % other == 0:
@@ -229,14 +229,14 @@ def test_default_sizes_fill_the_stages(name, ranks, depth):
 def test_flags_of_a_plan(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(PLAN))
-    words = flags.words("gpt", "", str(path), 2, 8, "")
+    words = job_flags.words("gpt", "", str(path), 2, 8, "")
     assert words == [
         *PLAN["run"]["model"],
         *BEST["flags"],
         *BEST["training"],
         "--mock-data",
     ]
-    saving = flags.words(
+    saving = job_flags.words(
         "gpt", "gpt-2.2b", str(path), 2, 8, "fp16", "--data-path a", save=True
     )
     assert saving == [*words[:-1], "--save-interval", "20", "--data-path", "a"]
@@ -264,7 +264,9 @@ def test_wrong_variables_are_told_in_one_line(
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan))
     with pytest.raises(UserError) as error:
-        flags.words(kind, model, "" if plan is None else str(path), *nodes, precision)
+        job_flags.words(
+            kind, model, "" if plan is None else str(path), *nodes, precision
+        )
     assert line in str(error.value) and "\n" not in str(error.value)
 
 
@@ -477,7 +479,9 @@ def test_outside_the_clone_it_finds_the_installed_package_or_says_where_to_submi
         tmp_path, MEGATRON_2BW=None, JOB_PYTHON=sys.executable, PYTHONPATH=str(ROOT)
     )
     assert done.returncode == 0, done.stderr
-    assert f"{ROOT}/megatron_2bw/slurm/node.sh" in (tmp_path / "words").read_text()
+    assert (
+        f"{ROOT}/megatron_2bw/tools/slurm/node.sh" in (tmp_path / "words").read_text()
+    )
     done = batch(tmp_path, MEGATRON_2BW=None, JOB_PYTHON=python(tmp_path, "exit 1"))
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(

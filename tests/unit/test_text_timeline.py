@@ -7,14 +7,14 @@ import pytest
 
 from megatron_2bw.schedules import SCHEDULES, Shape, parse
 from megatron_2bw.schedules.interleaved import Interleaved
-from megatron_2bw.timelines.simulator import (
+from megatron_2bw.tools.timelines.simulator import (
     Event,
     Times,
     by_stage,
     iteration_time,
     simulate,
 )
-from megatron_2bw.timelines.text import busy, render
+from megatron_2bw.tools.timelines.text import busy, render
 
 
 def rows(schedule, shape: Shape, times: Times = Times(), **options) -> list[str]:

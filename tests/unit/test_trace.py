@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_2bw.core.recorder import Record, Recorder
-from megatron_2bw.core.trace_file import TraceWriter, forget
+from megatron_2bw.engine.recorder import Record, Recorder
+from megatron_2bw.engine.trace_file import TraceWriter, forget
 from megatron_2bw.schedules import SCHEDULES, Action, Shape
-from megatron_2bw.timelines.measured import last_batches, timelines
-from megatron_2bw.timelines.simulator import Times, simulate
-from megatron_2bw.timelines.trace import main, merge, read, timed
+from megatron_2bw.tools.timelines.measured import last_batches, timelines
+from megatron_2bw.tools.timelines.simulator import Times, simulate
+from megatron_2bw.tools.timelines.trace import main, merge, read, timed
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_2bw.core.weights import WeightStores
+from megatron_2bw.engine.weights import WeightStores
 
 
 class LeafSaving(torch.autograd.Function):

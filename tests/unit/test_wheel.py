@@ -9,7 +9,7 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-from megatron_2bw.start.doctor import OLDEST_TORCH
+from megatron_2bw.run.start.doctor import OLDEST_TORCH
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = {"pretrain_bert_2bw.py", "pretrain_gpt_2bw.py"}

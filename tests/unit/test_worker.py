@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from megatron_2bw.core.worker import Worker
+from megatron_2bw.engine.worker import Worker
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,1 @@
+"""What starts a run: the command line, its checks, the entry scripts' tasks, the start and end of the ranks."""

@@ -1,0 +1,35 @@
+"""Opens a tokenizer on a host that may not reach the Hub of Hugging Face."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_2bw.base.errors import UserError
+
+
+@contextlib.contextmanager
+def reached(flag: str, name: str) -> Iterator[None]:
+    """The block opens a tokenizer: where the Hub does not answer at once, one of this
+    host, or UserError."""
+    from huggingface_hub import constants, get_session
+
+    local = Path(name).expanduser().exists()
+    if not local and not constants.HF_HUB_OFFLINE:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=3)
+        except Exception:  # of httpx
+            os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True
+    try:
+        yield
+    except Exception as error:
+        if local or not constants.HF_HUB_OFFLINE:
+            raise
+        remedy = (
+            "--tokenizer-type HuggingFaceTokenizer " * (flag != "--tokenizer-model")
+            + "--tokenizer-model FOLDER"
+        )
+        line = f"{flag} {name}: it is not on this host, and the Hub is out of reach: give {remedy}"
+        raise UserError(line) from error

@@ -1,0 +1,142 @@
+"""The command line, checked before torch and Megatron are imported: in half a second,
+where they take several.
+
+The first run writes a table of Megatron's flags to the user's cache folder, by
+Megatron's version; the next ones read it. Without a table, or with one older than a
+package that was installed since, only the whole check runs (`parse.py`).
+
+Invariant: a command line that the whole check accepts is not refused here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import enum
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_2bw.base.errors import UserError
+from megatron_2bw.base.files import write_json
+from megatron_2bw.run.flags import project_flags
+from megatron_2bw.run.flags.parse import QUICK, prepare
+
+# other: what a function of Megatron's parses
+KINDS = {"int": int, "float": float, "str": str, "other": str}
+
+
+def mistake(argv: Sequence[str], task: str, world: int) -> str | None:
+    """A line about a mistake in the command line of `task` ("gpt", "bert") for `world`
+    processes; or None."""
+    if not table() or {"-h", "--help"} & {*argv}:
+        return None
+    try:
+        args = parser_of(task, "megatron").parse_args(argv)
+        if args.pipeline_schedule != "megatron":
+            # whose defaults all others have
+            args = parser_of(task, "2bw").parse_args(argv)
+        project_flags.use_rampup(args)
+    except UserError as error:
+        return str(error)
+    args.world_size = world
+    # which brings other arguments
+    for rule in QUICK if not args.use_checkpoint_args else ():
+        with contextlib.suppress(Exception):  # of a size that Megatron refuses
+            if line := rule(args):
+                return line
+    return None
+
+
+@functools.cache
+def parser_of(task: str, schedule: str) -> argparse.ArgumentParser:
+    """Megatron's parser as the table describes it, with this project's flags. It raises
+    UserError."""
+
+    def stop(line: str) -> NoReturn:
+        raise UserError(line)
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.register("action", "optional", argparse.BooleanOptionalAction)
+    for names, options in table():
+        parser.add_argument(
+            *names,
+            **options | ({"type": KINDS[options["type"]]} if "type" in options else {}),
+        )
+    return prepare(
+        parser, argparse.Namespace(task=task, pipeline_schedule=schedule), stop
+    )
+
+
+@functools.cache
+def table() -> list[tuple[list[str], dict[str, Any]]]:
+    """The names of each of Megatron's flags, and its options for `add_argument`; [] if
+    no run has written them."""
+    packages = importlib.util.find_spec("megatron").submodule_search_locations
+    with contextlib.suppress(OSError, ValueError):
+        if _file().stat().st_mtime >= max(
+            Path(folder).parent.stat().st_mtime for folder in packages
+        ):
+            return json.loads(_file().read_text())
+    return []
+
+
+def remember(parser: argparse.ArgumentParser) -> None:
+    """Write the table of Megatron's own parser if there is none. A folder that cannot
+    be written to is no error."""
+    if not table():
+        with contextlib.suppress(OSError, TypeError):
+            _file().parent.mkdir(parents=True, exist_ok=True)
+            write_json(
+                _file(),
+                [_row(action) for action in parser._actions if action.dest != "help"],
+                indent=None,
+            )
+
+
+def _file() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(
+        cache,
+        "megatron_2bw",
+        f"flags-{importlib.metadata.version('megatron-core')}.json",
+    )
+
+
+def _row(action: argparse.Action) -> tuple[list[str], dict[str, Any]]:
+    names, options = (
+        action.option_strings,
+        {"dest": action.dest, "default": _plain(action.default)},
+    )
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return [name for name in names if not name.startswith("--no-")], options | {
+            "action": "optional"
+        }
+    if action.nargs == 0:
+        return names, options | {
+            "action": "store_true" if action.const else "store_false"
+        }
+    kind, choices = (
+        getattr(action.type, "__name__", "str"),
+        [_plain(choice) for choice in action.choices or ()],
+    )
+    # an enumeration, by the names of its members
+    if kind not in KINDS and choices != list(action.choices or ()):
+        kind = "str"
+    options |= {"type": kind if kind in KINDS else "other", "nargs": action.nargs}
+    return names, options | (
+        {"choices": choices} if choices and options["type"] != "other" else {}
+    )
+
+
+def _plain(value: Any) -> Any:
+    return (
+        value.name
+        if isinstance(value, enum.Enum) and not isinstance(value, int)
+        else value
+    )

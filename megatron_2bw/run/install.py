@@ -1,0 +1,135 @@
+"""Installs the schedules into Megatron's training loop. For an entry script of your own
+it takes three more lines:
+
+from megatron_2bw.mcore import add_flags, check, install
+
+args = parse_and_validate_args(extra_args_provider=add_flags)   # 1: this project's
+flags
+check(args)                                                     # 2: one line and exit
+    status 2 for what cannot run
+install(args)                                                   # 3: before pretrain()
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING
+
+from megatron_2bw.mcore import cpu
+from megatron_2bw.mcore.checkpoints import owner
+
+if TYPE_CHECKING:
+    from megatron_2bw.mcore.runtime import MegatronRuntime
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add this project's flags to Megatron's parser; the device is the entry script's
+    choice."""
+    from megatron_2bw.run.flags import parse
+
+    return parse.add_flags(parser, device=False)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Exit with status 2 and one line if the command line asks for what the schedule
+    cannot do.
+
+    Megatron's own schedule is left alone.
+    """
+    from megatron_2bw.run.flags import parse
+    from megatron_2bw.run.flags.stop import stop
+
+    if args.pipeline_schedule != "megatron":
+        parse.check(args, stop)
+
+
+def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | None:
+    """Rebind what `args.pipeline_schedule` needs; call it after Megatron's arguments
+    are parsed, before its `pretrain`.
+
+    Returns the runtime, None with Megatron's own schedule. Raises DriftError, with
+    nothing rebound, if the installed Megatron is another one than this project was
+    written for, and UserError if another run saves to the same folder.
+
+    hooks: also rebind how the training loop finds its schedule and makes its optimizer;
+    a patched source checkout has that in its source (native.py), and its device is its
+    own affair
+    """
+    from megatron_2bw.mcore import patches, rebinding
+
+    runtime = None if args.pipeline_schedule == "megatron" else make_runtime(args)
+    rows = [
+        *patches.repairs(),
+        *patches.for_checkpoints(runtime),
+        *patches.for_log(runtime),
+    ]
+    if hooks and cpu.installed():
+        rows += patches.for_cpu()
+    if runtime is not None:
+        if hooks:
+            rows += patches.for_schedule(runtime)
+        if runtime.schedule.late_step:
+            rows += patches.for_late_step(runtime)
+            rows += patches.for_host() if runtime.options.host else []
+    rebinding.apply(rows)
+    if args.save and args.rank == 0:
+        owner.hold(args.save)
+    return runtime
+
+
+def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
+    """The runtime of `args.pipeline_schedule`, which reads the training loop's position
+    from `args`."""
+    from megatron_2bw.engine.trace_file import forget
+    from megatron_2bw.mcore.batch_sizes import planned, position
+    from megatron_2bw.mcore.late_step import Options
+    from megatron_2bw.mcore.runtime import MegatronRuntime
+    from megatron_2bw.run.flags import correction_flags, project_flags
+    from megatron_2bw.schedules import schedule_of
+
+    if args.two_bw_trace is not None and args.rank == 0:
+        forget(args.two_bw_trace)
+    if args.rank == 0:
+        for line in correction_flags.notes(args):
+            print(line, flush=True)
+    schedule = schedule_of(
+        args.pipeline_schedule,
+        gradient_slots=args.two_bw_gradient_slots,
+        extra_warmup=args.two_bw_extra_warmup,
+        sync_iterations=project_flags.sync_iterations(args, planned(args)[0]),
+        late_microbatches=correction_flags.late_microbatches(args),
+        gpipe_round=args.gpipe_round,
+    )
+    asks = schedule.late_step and (
+        args.exit_signal_handler or args.exit_duration_in_mins
+    )
+    return MegatronRuntime(
+        schedule,
+        partial(position, args),
+        Options(
+            transport=args.two_bw_exchange,
+            timeout=timedelta(minutes=args.distributed_timeout_minutes),
+            timed=args.timing_log_level >= 2,
+            trace=args.two_bw_trace,
+            wants_exit=partial(_wants_exit, args) if asks else None,
+            correction=partial(correction_flags.correction, args)
+            if args.two_bw_correction != "none"
+            else None,
+            evaluates=args.eval_iters != 0,
+            host=args.two_bw_optimizer == "host",
+        ),
+    )
+
+
+def _wants_exit(args: argparse.Namespace) -> bool:
+    """Whether --exit-signal-handler or --exit-duration-in-mins ends the run, as far as
+    this rank knows."""
+    from megatron.training import get_signal_handler, training
+
+    if args.exit_signal_handler and get_signal_handler()._signal_received:
+        return True
+    minutes = (time.time() - training._TRAIN_START_TIME) / 60
+    return bool(args.exit_duration_in_mins) and minutes > args.exit_duration_in_mins

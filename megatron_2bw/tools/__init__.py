@@ -1,0 +1,1 @@
+"""What stands around a run: planner, timelines, conversion, data, convergence, Slurm, checks of GPUs, demo."""

@@ -1,0 +1,383 @@
+"""The command line of megatron-2bw convergence, and the commands of the runs that it
+asks for.
+
+Invariant: a wrong option raises UserError, one line that names the flag; nothing runs
+here, and only the built-in corpus is written. The commands of two variants with the
+same seed and learning rate differ only in the variant's flags and the folder of
+checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_2bw.base.argv import flag_of, split_flags
+from megatron_2bw.base.errors import (
+    Parser,
+    UserError,
+    file_errors,
+    names_of,
+    whole,
+    words,
+)
+from megatron_2bw.base.files import write_whole
+from megatron_2bw.run.flags.plain_torch import PLAIN_TORCH
+from megatron_2bw.run.start.torchrun import log_interval, torchrun
+from megatron_2bw.tools.data.corpus import (
+    DEFAULT_MAX_BYTES,
+    DEFAULT_VOCAB_SIZE,
+    Corpus,
+    build_corpus,
+    read_library,
+)
+from megatron_2bw.tools.planner.descriptions.inputs import numbers
+
+ITERATIONS, SEQUENCE, WARM_UP = 1500, 128, 100
+BATCH = {"gpt": 4, "bert": 16}  # sequences; a BERT learns from 15 % of their tokens
+
+MODEL = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --attention-dropout 0 "
+    "--hidden-dropout 0"
+).split()
+GPT = "--position-embedding-type rope --untie-embeddings-and-output-weights".split()
+OPTIMIZER = "--lr-decay-style cosine --adam-beta2 0.95 --clip-grad 1.0 --weight-decay 0.1".split()
+EVALUATION = "--eval-iters 25".split()
+SPLIT = "--split 90,10,0".split()
+
+# Flags that this script sets for every run, and flags that bring data or a tokenizer.
+OWN = (
+    "--lr",
+    "--seed",
+    "--device",
+    "--pipeline-schedule",
+    "--save",
+    "--load",
+    "--train-samples",
+)
+SPLIT_DATA = (
+    "--train-data-path",
+    "--valid-data-path",
+    "--test-data-path",
+    "--per-split-data-args-path",
+)
+OWN_DATA = (
+    "--data-path",
+    "--data-args-path",
+    "--mock-data",
+    "--tokenizer-type",
+    *SPLIT_DATA,
+)
+VARIANTS = {
+    "vanilla": "--pipeline-schedule pipedream-flush",
+    "2bw": "--pipeline-schedule 2bw",
+    "2bw+auto": "--pipeline-schedule 2bw --two-bw-correction auto",
+}
+PROG = "megatron-2bw convergence"
+
+
+@dataclass(frozen=True)
+class Run:
+    variant: str
+    lr: str  # as typed
+    seed: int
+    folder: Path
+    command: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.variant} lr {self.lr} seed {self.seed}"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "train.log"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+
+def given(words: Sequence[str], *flags: str) -> str | None:
+    """The first of the flags that is among the words."""
+    return next((flag for flag in flags if flag in map(flag_of, words)), None)
+
+
+def parse(argv: Sequence[str], prog: str = PROG) -> argparse.Namespace:
+    """The options, checked; `.flags` are Megatron's and `.variants` maps labels to the
+    flags of each."""
+    own, flags = split_flags(argv)
+    parser = Parser(
+        prog=prog,
+        description="Trains one configuration with and without 2BW's late gradients.",
+        allow_abbrev=False,
+        epilog="Words after -- are Megatron's flags for every run. A run that fails "
+        "does not stop the others; "
+        "if the very first does not train, no other is started.",
+    )
+    option = parser.add_argument
+    option(
+        "name", metavar="NAME", help="of the experiment: the folder in out/convergence"
+    )
+    option(
+        "--task", choices=("gpt", "bert"), default="gpt", help="default: %(default)s"
+    )
+    names = f"of {', '.join(VARIANTS)}"
+    option(
+        "--variants",
+        type=names_of([*VARIANTS]),
+        default=("vanilla", "2bw"),
+        metavar="NAME,...",
+        help=names,
+    )
+    labelled = (
+        '2bw with more flags, or "LABEL=--pipeline-schedule NAME ..."; repeatable'
+    )
+    option(
+        "--variant", action="append", default=[], metavar="LABEL=FLAGS", help=labelled
+    )
+    option(
+        "--seeds",
+        type=numbers,
+        default="1234",
+        metavar="N,...",
+        help="default: %(default)s",
+    )
+    option(
+        "--lr",
+        type=_numbers,
+        default=("3e-4",),
+        metavar="RATE,...",
+        help="learning rates (default: 3e-4)",
+    )
+    option(
+        "--ranks",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="processes of a run, as Megatron's flags divide them",
+    )
+    option(
+        "--jobs",
+        type=whole(1),
+        default=1,
+        metavar="J",
+        help="concurrent runs (default: 1)",
+    )
+    option(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="as the entry script's",
+    )
+    gaps = "exit with 1 if a gap is larger; one, or one for each --lr"
+    option("--max-gap", type=_numbers, metavar="PERCENT,...", help=gaps)
+    option("--out", type=Path, metavar="DIR", help="default: out/convergence/NAME")
+    option(
+        "--no-defaults",
+        action="store_true",
+        help="only Megatron's flags after --, none of this script's own",
+    )
+    options = parser.parse_args(own)
+    megatron = Parser(prog=prog, add_help=False, allow_abbrev=False)
+    megatron.add_argument(
+        "--train-iters", type=whole(1), required=options.no_defaults, default=ITERATIONS
+    )
+    megatron.add_argument("--seq-length", default=str(SEQUENCE))
+    known = megatron.parse_known_args(flags)[0]
+    options.iterations, options.sequence = known.train_iters, known.seq_length
+    options.flags, options.again = (
+        flags,
+        shlex.join(["megatron-2bw", "convergence", *argv]),
+    )
+    options.out = (options.out or Path("out") / "convergence" / options.name).absolute()
+    if flag := given(flags, *OWN):
+        parser.error(
+            f"{flag}: it is set before the --, or by --variant; leave it out after the --"
+        )
+    options.variants = {
+        label: VARIANTS[label].split() for label in ("vanilla", *options.variants)
+    }
+    for text in options.variant:
+        label, _, words = text.partition("=")
+        if (
+            not re.fullmatch(r"\w[\w.+-]*", label)
+            or not words
+            or label in options.variants
+        ):
+            parser.error(
+                f'--variant "{text}": give LABEL=FLAGS, with a label that no other variant has'
+            )
+        schedule = (
+            []
+            if given(shlex.split(words), "--pipeline-schedule")
+            else VARIANTS["2bw"].split()
+        )
+        options.variants[label] = [*schedule, *shlex.split(words)]
+    limits = [*map(float, options.max_gap or ())]
+    if len(limits) not in (0, 1, len(options.lr)):
+        parser.error(
+            f"--max-gap {','.join(options.max_gap)}: give one number, or one for each --lr"
+        )
+    options.limits = dict(
+        zip(options.lr, limits * len(options.lr) if len(limits) == 1 else limits)
+    )
+    return options
+
+
+def _numbers(text: str) -> tuple[str, ...]:
+    """A comma-separated list of numbers, as they are typed, for argparse. ValueError
+    for others."""
+    return tuple(word for word in words(text) if float(word) or True)
+
+
+# --- commands
+# --------------------------------------------------------------------------------------
+
+
+def eval_interval(iterations: int) -> int:
+    """About ten validations. Not a divisor: Megatron also validates after the last
+    iteration, and would do so twice."""
+    interval = max(2, math.ceil(iterations / 10))
+    while iterations % interval == 0:
+        interval += 1
+    return interval
+
+
+def defaults(options: argparse.Namespace, flags: Sequence[str]) -> list[str]:
+    """Default flags; the user's `flags` come later and override them."""
+    if options.no_defaults:
+        return []
+    micro = max(1, BATCH[options.task] // options.ranks)
+    # enough for data-parallel ranks, and for the microbatches that 2BW's stages need
+    step = micro * options.ranks
+    sizes = {
+        "--micro-batch-size": micro,
+        "--global-batch-size": step * math.ceil(BATCH[options.task] / step),
+        "--seq-length": options.sequence,
+        "--max-position-embeddings": options.sequence,
+        "--train-iters": options.iterations,
+        "--log-interval": log_interval(options.iterations),
+        "--eval-interval": eval_interval(options.iterations),
+    }
+    if not given(flags, "--lr-warmup-fraction", "--lr-warmup-samples"):
+        sizes["--lr-warmup-iters"] = min(WARM_UP, options.iterations // 2)
+    words = [str(word) for pair in sizes.items() for word in pair]
+    split = [] if given(flags, *SPLIT_DATA) else SPLIT  # Megatron takes one of them
+    return [
+        *words,
+        *MODEL,
+        *(GPT if options.task == "gpt" else []),
+        *PLAIN_TORCH,
+        *OPTIMIZER,
+        *split,
+        *EVALUATION,
+    ]
+
+
+def command(
+    options: argparse.Namespace,
+    data: Sequence[str],
+    variant: str,
+    lr: str,
+    seed: int,
+    folder: Path,
+) -> tuple:
+    """The command of a run: torchrun, the entry script, the defaults, the user's flags,
+    the variant's."""
+    flags = [*options.flags, *options.variants[variant]]
+    own = ["--device", options.device, "--seed", str(seed), "--lr", lr]
+    if not options.no_defaults:
+        own += ["--min-lr", f"{float(lr) / 10:g}"]
+    if given(options.flags, "--save-interval"):
+        own += [
+            "--save",
+            str(folder / "checkpoints"),
+            "--load",
+            str(folder / "checkpoints"),
+        ]
+    return (
+        *torchrun(options.ranks, options.task),
+        *defaults(options, flags),
+        *data,
+        *own,
+        *flags,
+    )
+
+
+def takes_corpus(options: argparse.Namespace) -> bool:
+    """Whether the user has left data and tokenizer to this script."""
+    return not options.no_defaults and not given(options.flags, *OWN_DATA)
+
+
+def built_in(options: argparse.Namespace) -> list[str]:
+    """The flags of the built-in corpus, built at the first call; none if the user has
+    data or a tokenizer.
+
+    For BERT the same text as sentences with a WordPiece vocabulary, built next to it.
+    The data preparation writes the .idx last, so all is there if it is; a call that was
+    ended can be repeated.
+    """
+    if not takes_corpus(options):
+        return []
+    corpus = build_corpus()
+    if options.task == "gpt":
+        return corpus.flags()
+    folder = corpus.prefix.parent
+    folder = folder.with_name(f"{folder.name}-sentences")
+    found = Corpus(folder / "corpus", folder / "corpus-tokenizer")
+    if not found.prefix.with_suffix(".idx").exists():
+        text = folder / "text.jsonl"
+        with file_errors(f"--task bert: {folder}"):
+            folder.mkdir(exist_ok=True)
+            if not text.exists():
+                lines = [
+                    json.dumps({"text": document}) + "\n"
+                    for document in read_library(DEFAULT_MAX_BYTES)
+                ]
+                write_whole(text, "".join(lines))
+        command = [
+            sys.executable,
+            "-m",
+            "megatron_2bw.cli",
+            "preprocess",
+            "--task",
+            "bert",
+        ]
+        command += ["--input", str(text), "--output-prefix", str(found.prefix)]
+        command += [
+            "--train-tokenizer",
+            "wordpiece",
+            "--vocab-size",
+            str(DEFAULT_VOCAB_SIZE),
+        ]
+        if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
+            raise UserError(f"--task bert: no data in {folder}, see above")
+    return found.flags()
+
+
+def grid(options: argparse.Namespace, data: Sequence[str]) -> list[Run]:
+    """All runs, ordered for early comparisons: seed by seed, vanilla first."""
+    runs = []
+    for seed, lr, variant in itertools.product(
+        options.seeds, options.lr, options.variants
+    ):
+        folder = options.out / "runs" / f"{variant}-lr{lr}-seed{seed}"
+        runs.append(
+            Run(
+                variant,
+                lr,
+                seed,
+                folder,
+                command(options, data, variant, lr, seed, folder),
+            )
+        )
+    return runs

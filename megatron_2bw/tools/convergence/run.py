@@ -1,0 +1,340 @@
+"""Trains one configuration with and without 2BW's late gradients, from the same weights
+on the same batches.
+
+    megatron-2bw convergence NAME --lr 3e-4,3e-3 --seeds 1234,1235,1236
+    megatron-2bw convergence NAME --variants vanilla,2bw+auto --max-gap 1 --
+    --num-layers 8 --train-iters 3000
+
+Every run uses the entry script and has a folder of its own in
+out/convergence/NAME/runs, with its log. Words after -- are Megatron's flags for all
+runs and override the defaults: a GPT of 5.3 million parameters on the built-in corpus.
+runs.json, curves.png and report.md are rewritten after each run. If the script ends
+early, the same command runs what is missing; with --save-interval N after -- a run
+continues from its checkpoint. A run that fails does not stop the others; if the very
+first run does not train, no other is started.
+
+Invariant: result.json in a run's folder is of a run that ended normally, with the last
+command in its log; no run is compared with one of another command.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from megatron_2bw.base import run_log
+from megatron_2bw.base.errors import UserError, file_errors, run_program
+from megatron_2bw.base.files import set_aside, write_json, write_whole
+from megatron_2bw.base.processes import stop_tree
+from megatron_2bw.run.start.torchrun import ROOT, environment, start
+from megatron_2bw.tools.convergence.options import (
+    PROG,
+    Run,
+    built_in,
+    defaults,
+    grid,
+    parse,
+    takes_corpus,
+)
+from megatron_2bw.tools.convergence.plot import draw
+from megatron_2bw.tools.convergence.report import (
+    STARTED,
+    markdown,
+    number,
+    outcome,
+    summarize,
+    too_large,
+)
+
+EVERY = 5.0  # seconds between two lines of a run
+POLL = 0.2  # seconds between two looks at the runs
+
+say = functools.partial(print, flush=True)
+
+
+# --- results
+# --------------------------------------------------------------------------------------
+
+
+def portable(words: Sequence[str]) -> list[str]:
+    """A run's command as one would type it in any clone: without this machine's
+    folders."""
+    at = list(words).index("--nproc-per-node")
+    rest = (
+        word.replace(f"{ROOT}/", "").replace(str(Path.home()), "~")
+        for word in words[at + 3 :]
+    )
+    return ["python", *words[1 : at + 2], Path(words[at + 2]).name, *rest]
+
+
+def result_of(run: Run) -> dict[str, Any] | None:
+    """The stored result. Raises UserError if it, or the checkpoints to continue from,
+    are of another command."""
+    path = run.folder / "result.json"
+    if not path.exists() and not run.checkpoints.exists():
+        return None
+    started = (
+        run.log.read_text(errors="replace").rpartition(STARTED)[2].partition("\n")[0]
+    )
+    if portable(shlex.split(started)) != portable(run.command):
+        raise UserError(
+            f"{run.folder} holds a run of other flags: give another NAME, or remove it"
+        )
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+# --- runs
+# --------------------------------------------------------------------------------------
+
+
+class Job:
+    """A run's process, which writes the log."""
+
+    def __init__(self, run: Run, gpus: dict[str, str]):
+        run.folder.mkdir(parents=True, exist_ok=True)
+        if not run.checkpoints.exists():  # it starts again, perhaps with other flags
+            set_aside(run.log)
+        self.run, self.iteration, self.loss, self.said = run, 0, math.nan, 0.0
+        self._begun = time.monotonic()
+        with open(run.log, "a") as log:
+            log.write(f"\n{STARTED} {shlex.join(run.command)}\n")
+            log.flush()
+            self._size = log.tell()
+            self.process = start(run.command, log, env=environment(**gpus))
+
+    @property
+    def seconds(self) -> int:
+        return round(time.monotonic() - self._begun)
+
+    def read(self) -> bool:
+        """Read the log if it has grown. Returns whether it reports a new iteration."""
+        before, size = self.iteration, self.run.log.stat().st_size
+        if size > self._size:
+            self._size = size
+            attempt = self.run.log.read_text(errors="replace").rpartition(STARTED)[2]
+            for line in run_log.training(attempt):
+                self.iteration, self.loss = line.iteration, number(line.loss)
+        return self.iteration != before
+
+
+@dataclass
+class Board:
+    """Results and failures of all runs."""
+
+    runs: list[Run]
+    iterations: int
+    results: dict[Run, dict[str, Any]] = field(default_factory=dict)
+    failures: dict[Run, str] = field(default_factory=dict)
+
+    def say(self, run: Run, text: str) -> None:
+        say(f"[{self.runs.index(run) + 1}/{len(self.runs)}] {run.title}: {text}")
+
+    def progress(self, job: Job) -> None:
+        """[3/30] 2bw lr 3e-3 seed 1235: iteration 250/1500, loss 4.512, 130 s"""
+        if job.read() and (
+            time.monotonic() - job.said >= EVERY or job.iteration == self.iterations
+        ):
+            job.said = time.monotonic()
+            self.say(
+                job.run,
+                (
+                    f"iteration {job.iteration}/{self.iterations}, loss "
+                    f"{job.loss:.3f}, {job.seconds} s"
+                ),
+            )
+
+    def finish(self, job: Job, code: int) -> None:
+        """Store a run's result, or report why there is none."""
+        run = job.run
+        stop_tree(job.process, 5)
+        try:
+            result = outcome(run.log.read_text(errors="replace"), code, self.iterations)
+        except UserError as error:
+            self.failures[run] = str(error)
+            self.say(run, f"failed, {error} (log: {run.log})")
+            return
+        write_json(run.folder / "result.json", {"seconds": job.seconds} | result, None)
+        self.results[run] = result
+        loss = (
+            "diverged"
+            if result["diverged"]
+            else f"validation loss {result['validation'][-1][1]:.4f}"
+        )
+        self.say(run, f"ended after {job.seconds} s, {loss}")
+
+
+def gpus_of(slot: int, options) -> dict[str, str]:
+    """The environment of the slot-th of the concurrent runs, which share the GPUs."""
+    if options.jobs == 1 or options.device == "cpu":
+        return {}
+    import torch
+
+    count = torch.cuda.device_count()
+    visible = os.environ.get(
+        "CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))
+    ).split(",")
+    own = (
+        visible[(slot * options.ranks + rank) % len(visible)]
+        for rank in range(options.ranks)
+    )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own)} if count > options.ranks else {}
+
+
+def train(board: Board, options, after: Callable[[], object]) -> None:
+    """Run what is missing, `options.jobs` at a time; call `after` after each. Failures
+    are on the board."""
+    waiting = [run for run in board.runs if run not in board.results]
+    jobs: dict[int, Job] = {}
+    try:
+        while waiting or jobs:
+            # The next starts when the others train: runs with the same seed write the
+            # same index of the data.
+            if (
+                waiting
+                and len(jobs) < options.jobs
+                and all(job.iteration for job in jobs.values())
+            ):
+                slot = next(slot for slot in range(options.jobs) if slot not in jobs)
+                jobs[slot] = Job(waiting.pop(0), gpus_of(slot, options))
+                board.say(jobs[slot].run, "starts")
+            for slot, job in list(jobs.items()):
+                code = job.process.poll()
+                board.progress(job)
+                if code is not None:
+                    del jobs[slot]
+                    board.finish(job, code)
+                    # No other run trains or has trained: the cause is one that all runs
+                    # share.
+                    if (
+                        waiting
+                        and not jobs
+                        and len(board.failures) == 1
+                        and not board.results
+                        and not job.iteration
+                    ):
+                        say(
+                            f"{PROG}: no other run is started, for the first has not trained"
+                        )
+                        waiting.clear()
+                    after()
+            time.sleep(POLL)
+    finally:
+        for job in jobs.values():
+            stop_tree(job.process, 5)
+
+
+# --- the whole
+# --------------------------------------------------------------------------------------
+
+
+def report(board: Board, options) -> list[dict[str, Any]]:
+    """Write runs.json, curves.png and report.md from the results so far. Returns a row
+    for each (lr, variant)."""
+    results = {
+        (run.lr, run.variant, run.seed): result for run, result in board.results.items()
+    }
+    pairs, seeds = itertools.product(options.lr, options.variants), options.seeds
+    rows = [summarize(results, lr, variant, seeds) for lr, variant in pairs]
+    rows = [row for row in rows if row["finished"]]
+    runs = [
+        {
+            "variant": run.variant,
+            "lr": run.lr,
+            "seed": run.seed,
+            "folder": str(run.folder.relative_to(options.out)),
+        }
+        | {"failure": board.failures.get(run)}
+        | board.results.get(run, {})
+        | {"command": portable(run.command)}
+        for run in board.runs
+    ]
+    names = ("name", "again", "task", "iterations", "ranks", "variants")
+    content = {name: getattr(options, name) for name in names}
+    content |= {
+        "learning_rates": options.lr,
+        "seeds": seeds,
+        "flags": options.flags,
+        "summary": rows,
+        "runs": runs,
+    }
+    write_json(options.out / "runs.json", content, indent=None)
+    if results:
+        draw(content, options.out / "curves.png")
+    write_whole(options.out / "report.md", markdown(facts(board, options), rows))
+    return rows
+
+
+def facts(board: Board, options) -> list[str]:
+    """What was run, for report.md."""
+    corpus = ", the built-in corpus and its tokenizer" if takes_corpus(options) else ""
+    return [
+        f"# Convergence: {options.name}",
+        "",
+        f"{options.task.upper()}, {options.iterations} iterations, seeds "
+        f"{', '.join(map(str, options.seeds))}; "
+        f"{len(board.results)} of {len(board.runs)} runs have ended. The command "
+        "that repeats or continues them:",
+        "",
+        f"    {options.again}",
+        "",
+        f"- of this script: `{shlex.join(defaults(options, options.flags)) or 'nothing'}`{corpus}",
+        *(
+            f"- **{label}**: `{shlex.join(flags)}`"
+            for label, flags in options.variants.items()
+        ),
+        *(f"- {run.title}: failed, {why}" for run, why in board.failures.items()),
+    ]
+
+
+def work(options) -> int:
+    with file_errors(f"--out {options.out}"):
+        options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = FileLock(options.out / ".lock", blocking=False).acquire()
+    except Timeout:
+        raise UserError(f"{options.out} is in use by another call") from None
+    with lock:
+        board = Board(grid(options, built_in(options)), options.iterations)
+        board.results |= {
+            run: result for run in board.runs if (result := result_of(run))
+        }
+        runs = f"{len(board.runs)} runs of {options.iterations} iterations"
+        say(f"{PROG}: {runs}, {len(board.results)} of them are there; {options.out}")
+        train(board, options, lambda: report(board, options))
+        rows = report(board, options)
+        say(
+            f"{PROG}: wrote report.md, "
+            f"{'curves.png ' if board.results else ''}and runs.json in "
+            f"{options.out}"
+        )
+        lines = (
+            too_large(rows, options.limits, len(options.seeds))
+            if options.limits
+            else []
+        )
+        for line in lines:
+            print(f"{PROG}: {line}", file=sys.stderr)
+        if options.limits and not lines and not board.failures:
+            say(f"{PROG}: --max-gap {','.join(options.max_gap)} holds")
+        return 1 if lines or board.failures else 0
+
+
+def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
+    """The exit code: 0, 1 if a run failed or a gap is too large, 2 for a wrong option,
+    130 if interrupted."""
+    options = parse(sys.argv[1:] if argv is None else argv, prog)
+    return run_program(
+        PROG, lambda: work(options), "the same command continues from here"
+    )

@@ -1,0 +1,160 @@
+"""megatron-2bw sample: text from a checkpoint of a GPT, on one GPU or on the CPU.
+
+The model computes in fp32 and without a cache of keys and values: each token costs a
+forward of the whole text. To serve a model, `megatron-2bw convert export` writes it for
+transformers and the servers that read its format.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_2bw.base.errors import Parser, UserError, file_errors, usage_error, whole
+
+
+def main(argv: Sequence[str], prog: str) -> int:
+    """Print the prompt and what the model continues it with."""
+    example = f"{prog} checkpoints --prompt 'The pipeline' --tokens 50"
+    parser = Parser(
+        prog=prog,
+        description=f"Text from a checkpoint of a GPT. Example: {example}",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "source",
+        type=Path,
+        metavar="CKPT",
+        help="a run's --save, or one checkpoint in it",
+    )
+    add(
+        "--prompt",
+        required=True,
+        help="the beginning; with NullTokenizer numbers of tokens",
+    )
+    add(
+        "--tokens",
+        type=whole(1),
+        default=50,
+        metavar="N",
+        help="how many at most (default: %(default)s)",
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="0: always the likeliest token (default: %(default)s)",
+    )
+    add("--top-k", type=whole(1), metavar="K", help="of the K likeliest tokens only")
+    add("--seed", type=whole(0), default=1, metavar="N", help="default: %(default)s")
+    add(
+        "--ckpt-step",
+        type=whole(1),
+        metavar="N",
+        help="the iteration (default: the latest)",
+    )
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the Python of the tokenizer's folder",
+    )
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="default: a GPU if there is one",
+    )
+    options = parser.parse_args(argv)
+    if not options.source.is_dir():
+        usage_error(prog, f"{options.source}: there is no such folder")
+    import torch
+
+    from megatron_2bw.mcore import cpu
+    from megatron_2bw.tools.convert import megatron
+
+    folder = megatron.find(options.source, options.ckpt_step)
+    if on_cpu := cpu.wanted(options.device):
+        megatron.use_cpu()
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    args = megatron.saved_arguments(folder, options.trust_remote_code)
+    if args.task != "gpt":
+        raise UserError(f"{folder}: it is a BERT, which continues no text")
+    with megatron.whole_model(args, "cpu" if on_cpu else "cuda") as (model, entries):
+        megatron.read_into(model.eval(), entries, megatron.Checkpoint(folder, args))
+        with file_errors(f"{args.tokenizer_model}"):
+            tokenizer = build_tokenizer(args)
+        # the rows after it are padding
+        size = min(tokenizer.vocab_size, args.padded_vocab_size)
+        prompt = _tokens(tokenizer, options.prompt, size)
+        logits = lambda tokens: model(
+            tokens, torch.arange(tokens.shape[1]).to(tokens)[None], None
+        )[..., :size]
+        limit = min(args.seq_length, args.max_position_embeddings)
+        found = list(generate(logits, prompt, limit, tokenizer.eod, options))
+    print(printable(tokenizer.detokenize([*prompt, *found])))
+    return 0
+
+
+def generate(
+    logits: Callable, prompt: list[int], limit: int, end: int | None, options: Any
+) -> Iterator[int]:
+    """Up to `options.tokens` tokens that follow the prompt; none after `end`.
+
+    logits: of the next token at each place, [1, sequence, vocabulary], for tokens [1,
+    sequence] limit: the longest sequence of the model, in tokens; of a longer text it
+    sees the end options: tokens, temperature, top_k and seed of the command line
+    """
+    import torch
+
+    from megatron_2bw.mcore import cpu
+
+    device = "cpu" if cpu.installed() else "cuda"
+    generator = torch.Generator(device).manual_seed(options.seed)
+    text = list(prompt)
+    with torch.inference_mode():
+        for _ in range(options.tokens):
+            last = logits(torch.tensor([text[-limit:]], device=device))[0, -1].float()
+            if options.temperature == 0:
+                token = int(last.argmax())
+            else:
+                if options.top_k is not None:
+                    last[
+                        last < last.topk(min(options.top_k, len(last))).values[-1]
+                    ] = -torch.inf
+                token = int(
+                    torch.multinomial(
+                        (last / options.temperature).softmax(0), 1, generator=generator
+                    )
+                )
+            if token == end:
+                return
+            yield token
+            text.append(token)
+
+
+def printable(text: str) -> str:
+    """`text` with escapes for what would control a terminal: all control characters but
+    tabs and ends of lines."""
+    return re.sub(
+        r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]",
+        lambda found: ascii(found[0])[1:-1],
+        text,
+    )
+
+
+def _tokens(tokenizer, prompt: str, vocabulary: int) -> list[int]:
+    try:
+        tokens = [int(token) for token in tokenizer.tokenize(prompt)]
+    except ValueError:
+        raise UserError(
+            f"--prompt {prompt!r}: the checkpoint's tokenizer takes numbers of tokens"
+        ) from None
+    if not tokens or not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        raise UserError(
+            f"--prompt {prompt!r}: give at least one token, each below {vocabulary}"
+        )
+    return tokens

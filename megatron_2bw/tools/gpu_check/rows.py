@@ -1,0 +1,421 @@
+"""The checks of `megatron-2bw gpu-check`: at most ten rows, and the functions that they
+name.
+
+A function takes the `Check` and returns figures. It raises `Failed` if what the row
+claims does not hold. Without a GPU the rows run on the CPU with a tiny model: their
+figures of time and memory mean nothing there.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_2bw.base.argv import merged
+from megatron_2bw.base.local_ranks import run_world
+from megatron_2bw.mcore import cpu
+from megatron_2bw.run.flags.plain_torch import PLAIN_TORCH
+from megatron_2bw.run.flags.rule import installed
+from megatron_2bw.tools.gpu_check import entry
+from megatron_2bw.tools.gpu_check.entry import gpt_flags
+from megatron_2bw.tools.planner.cost.memory import Memory
+from megatron_2bw.tools.planner.descriptions.model import preset
+from megatron_2bw.tools.planner.descriptions.plan import Plan
+
+# seconds before the time limit, at which a rank prints where its threads are
+MARGIN = 10
+FIRST = 4  # iterations that are not timed
+ROUNDING = 1e-4  # of a GPU against the CPU, relative to a tensor's largest element
+# Bytes per parameter (docs/design.md), and the plan's choice.
+DESIGN: dict[str, tuple[int, dict[str, Any]]] = {
+    "2bw": (24, {}),
+    "2bw, one gradient slot": (20, {"gradient_slots": 1}),
+    "2bw, host": (8, {"host": True}),
+}
+BUFFERS = 160e6  # bytes at most, of cuBLAS and of Megatron's scores
+# these are compiled: half a minute a run
+NO_FUSION = ["--no-bias-gelu-fusion", "--no-bias-dropout-fusion"]
+
+
+class Failed(Exception):
+    """What a row claims does not hold; the message says by how much."""
+
+
+@dataclass
+class Check:
+    """Where the rows run. deadline: of the row that runs, on the clock of
+    time.monotonic()."""
+
+    device: str
+    gib: float = 0.0
+    deadline: float = 0.0
+
+    def train(
+        self,
+        size: int,
+        argv: list[str],
+        prepare: Callable[[], object] = entry.nothing,
+        **variables: str,
+    ) -> list[Observed]:
+        """A training run on `size` ranks; each calls `prepare` before, and has the
+        environment `variables`."""
+        if self.device == "cpu":
+            argv = merged(argv, ["--device", "cpu"])
+        return run_world(
+            size,
+            train,
+            argv,
+            self.deadline,
+            variables,
+            prepare,
+            timeout=self.deadline - time.monotonic(),
+        )
+
+
+@dataclass
+class Observed:
+    # one an iteration, on the last stage
+    losses: list[float] = field(default_factory=list)
+    # the final ones, on the CPU; none of a large model
+    weights: list[torch.Tensor] = field(default_factory=list)
+    parameters: int = 0
+    static_bytes: int = 0  # allocated after training, with no microbatch in flight
+    peak_bytes: int = 0
+    seconds: float = 0.0  # of an iteration
+
+
+def train(
+    rank: int,
+    argv: list[str],
+    deadline: float,
+    environment: dict[str, str],
+    prepare: Callable[[], object],
+) -> Observed:
+    """Run pretrain_gpt_2bw.py with `argv`, for run_world. The time is that of one rank
+    alone: it waits for the GPU after iteration FIRST and at the end; several ranks,
+    whose messages a wait could delay, do not."""
+    os.environ.update(environment)
+    faulthandler.dump_traceback_later(max(deadline - time.monotonic() - MARGIN, 1))
+    from megatron.training import get_args, training
+
+    observed, losses, models, ends, show = (
+        Observed(),
+        [],
+        [],
+        [],
+        training.print_datetime,
+    )
+    prepare()
+
+    def after_step(found):
+        losses.extend(loss.detach().clone() for loss in found.values())
+        ends.append(time.perf_counter())
+        if os.environ["WORLD_SIZE"] == "1" and len(ends) in (
+            FIRST,
+            get_args().train_iters,
+        ):
+            torch.cuda.synchronize()
+            ends[-1] = time.perf_counter()
+
+    def observed_end(text, *args, **kwargs):
+        if text.startswith("after training"):
+            observed.static_bytes = torch.cuda.memory_allocated()
+        return show(text, *args, **kwargs)
+
+    training.print_datetime = observed_end
+    entry.train(argv, lambda model, _optimizer: models.extend(model), after_step)
+    params = [param for model in models for param in model.parameters()]
+    observed.parameters = sum(param.numel() for param in params)
+    observed.peak_bytes = torch.cuda.max_memory_allocated()
+    observed.losses = [float(loss) for loss in losses]
+    observed.seconds = (ends[-1] - ends[FIRST - 1]) / (len(ends) - FIRST)
+    if observed.parameters < 10**7:
+        observed.weights = [param.detach().cpu() for param in params]
+    return observed
+
+
+def delays() -> None:
+    """Random pauses of both threads on the CPU and on their streams, before each action
+    and each step."""
+    from megatron_2bw.engine.pipeline import Pipeline
+    from megatron_2bw.mcore.late_step import LateStep
+
+    draw = random.Random(f"delays {os.environ['RANK']}")
+    execute, run_job = Pipeline.execute, LateStep.run_job
+
+    def pause() -> None:
+        if draw.random() < 0.5:
+            time.sleep(draw.choice([0, 0.001, 0.01]))
+        if not cpu.installed() and draw.random() < 0.5:
+            torch.cuda._sleep(draw.choice([10**5, 10**6, 10**7]))
+
+    def paused_execute(self, action):
+        pause()
+        execute(self, action)
+
+    def paused_job(self, job):
+        with torch.cuda.stream(self.stream):
+            pause()
+        return run_job(self, job)
+
+    Pipeline.execute, LateStep.run_job = paused_execute, paused_job
+
+
+def sanitized() -> None:
+    """torch's CUDA stream sanitizer, in the step's thread too: its mode is per thread.
+    It compares start addresses."""
+    from torch.cuda import _sanitizer
+
+    from megatron_2bw.mcore.late_step import LateStep
+
+    mode, registry = (
+        _sanitizer.cuda_sanitizer.dispatch,
+        _sanitizer.gpu_trace.CallbackRegistry,
+    )
+    handle, fire, run_job = (
+        mode.event_handler._handle_kernel_launch,
+        registry.fire_callbacks,
+        LateStep.run_job,
+    )
+    # else a thread may undo what the other one has just noted as ordered
+    lock = threading.RLock()
+
+    def one_at_a_time(function, *args):
+        with lock:
+            return function(*args)
+
+    def watched_job(self, job):
+        with mode:
+            return run_job(self, job)
+
+    mode.event_handler._handle_kernel_launch = partial(one_at_a_time, handle)
+    registry.fire_callbacks, LateStep.run_job = (
+        lambda *args: one_at_a_time(fire, *args),
+        watched_job,
+    )
+    _sanitizer.enable_cuda_sanitizer()
+
+
+def tiny(stages: int, width: int, text: str, *more: str) -> tuple[int, list[str]]:
+    """(ranks, command line) of a tiny GPT."""
+    flags = f"""--device auto --pipeline-schedule 2bw --pipeline-model-parallel-size {stages} --micro-batch-size 2
+        --global-batch-size {6 * width} --train-iters 8 --lr 1e-2 --vocab-size 127 --log-interval 1"""
+    return stages * width, gpt_flags(
+        4, 64, 4, 32, flags, *NO_FUSION, *text.split(), *more
+    )
+
+
+def compared(
+    runs: list[Observed], others: list[Observed], tolerance: float = 0.0
+) -> dict[str, Any]:
+    """Failed if losses or final weights differ by more than `tolerance` of a tensor's
+    largest element."""
+
+    def tensors(each: list[Observed]) -> list[torch.Tensor]:
+        return [
+            torch.tensor(each[-1].losses).double(),
+            *(tensor.double() for run in each for tensor in run.weights),
+        ]
+
+    mine, theirs = tensors(runs), tensors(others)
+    if not runs[-1].losses or [each.shape for each in mine] != [
+        each.shape for each in theirs
+    ]:
+        raise Failed("the runs have other numbers of losses or other weights")
+    apart = [
+        float((a - b).abs().max() / b.abs().max().clamp(min=1e-20))
+        for a, b in zip(mine, theirs)
+    ]
+    if not all(each <= tolerance for each in apart):  # NaN is not
+        raise Failed(
+            f"losses differ by {apart[0]:.1e}, weights by {max(apart[1:]):.1e}, relative"
+        )
+    return {"iterations": len(runs[-1].losses), "differences": max(apart)}
+
+
+def drawn_on_the_host() -> None:
+    """GPUs draw other initial weights than the CPU."""
+    own = torch.Generator("cpu").manual_seed(7)
+
+    def normal(
+        tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0
+    ) -> torch.Tensor:
+        with torch.no_grad():
+            return tensor.copy_(
+                mean + std * torch.randn(tensor.shape, generator=own, device="cpu")
+            )
+
+    torch.nn.init.normal_ = normal
+
+
+def against_cpu(check: Check) -> dict[str, Any]:
+    """SGD: Adam makes a step of the learning rate of a gradient that is only
+    rounding."""
+    ranks, argv = tiny(1, 1, "--optimizer sgd --lr 0.1", *PLAIN_TORCH)
+    on_cpu = check.train(ranks, merged(argv, ["--device", "cpu"]), drawn_on_the_host)
+    return compared(check.train(ranks, argv, drawn_on_the_host), on_cpu, ROUNDING)
+
+
+def same_bits(
+    check: Check, stages: int, width: int, text: str, queues: int = 32
+) -> dict[str, Any]:
+    """Messages over NCCL and random delays, against messages over gloo."""
+    ranks, argv = tiny(stages, width, text, *PLAIN_TORCH)
+    expected = check.train(ranks, [*argv, "--two-bw-exchange", "gloo"])
+    return compared(
+        check.train(ranks, argv, delays, CUDA_DEVICE_MAX_CONNECTIONS=str(queues)),
+        expected,
+    )
+
+
+def stream_sanitizer(check: Check) -> dict[str, Any]:
+    """torch's sanitizer raises at the first access without an order; its report is in
+    the ranks' logs."""
+    check.train(*tiny(2, 1, "", *PLAIN_TORCH), sanitized)
+    return {"hazards": 0}
+
+
+def fused_gradients(check: Check, words: str) -> dict[str, Any]:
+    """Weight gradients that a package adds to the slot itself, against those that
+    autograd adds."""
+    ranks, argv = tiny(2, 1, f"--bf16 {words}")
+    return compared(
+        check.train(ranks, argv),
+        check.train(ranks, [*argv, "--no-gradient-accumulation-fusion"]),
+        0.05,
+    )
+
+
+def microbatch(check: Check) -> int:
+    return 8 if check.gib >= 24 else 2
+
+
+def large(check: Check, schedule: str, *more: str) -> Observed:
+    """One stage of GPT 355M in bf16; on the CPU of a tiny model."""
+    shape, vocabulary, samples, iterations = (
+        (24, 1024, 16, 512),
+        50256,
+        microbatch(check),
+        20,
+    )
+    if check.device == "cpu":
+        shape, vocabulary, samples, iterations = (8, 32, 4, 16), 1023, 1, 8
+    text = f"""--device auto --bf16 --pipeline-schedule {schedule} --micro-batch-size {samples} --log-interval 1000
+        --global-batch-size {8 * samples} --vocab-size {vocabulary} --train-iters {iterations}
+        --make-vocab-size-divisible-by 128"""
+    return check.train(1, gpt_flags(*shape, text, *PLAIN_TORCH, *more))[0]
+
+
+def overhead(check: Check) -> dict[str, Any]:
+    """2bw between two runs of Megatron's own schedule, whose difference is the noise.
+    The goal is half a per cent."""
+    before, run, after = (
+        large(check, schedule).seconds for schedule in ("megatron", "2bw", "megatron")
+    )
+    figures = {
+        "seconds": run,
+        "overhead": 2 * run / (before + after) - 1,
+        "noise": abs(before - after) / after,
+    }
+    if check.device == "cuda" and figures["overhead"] > 0.03 + figures["noise"]:
+        raise Failed(
+            "2bw takes {overhead:.2%} more time, of which {noise:.2%} may be noise".format(
+                **figures
+            )
+        )
+    return figures
+
+
+def memory(check: Check, variant: str) -> dict[str, Any]:
+    """Bytes per parameter between iterations against the design, and the peak against
+    the planner."""
+    design, choice = DESIGN[variant]
+    plan = Plan(1, 1, 1, microbatch(check), 8, schedule="2bw", **choice)
+    run = large(check, "2bw", "--train-iters", "6", *plan.flags())
+    model, fused = (
+        replace(preset("gpt-355m", 512), dropout=False),
+        installed("transformer_engine") or installed("apex"),
+    )
+    predicted = (
+        Memory(model, "bf16", flash=False, torch_adam=not fused).stages(plan)[0].total
+    )
+    figures = {"bytes_a_parameter": run.static_bytes / run.parameters, "design": design}
+    figures |= {"peak_gib": run.peak_bytes / 2**30, "planner_gib": predicted / 2**30}
+    if check.device == "cuda" and run.static_bytes > design * run.parameters + BUFFERS:
+        raise Failed(
+            f"{figures['bytes_a_parameter']:.2f} bytes a parameter, not {design}"
+        )
+    if check.device == "cuda" and run.peak_bytes > 1.1 * predicted:
+        raise Failed(
+            f"peak {figures['peak_gib']:.2f} GiB; the planner predicts "
+            f"{figures['planner_gib']:.2f} GiB"
+        )
+    return figures
+
+
+@dataclass(frozen=True)
+class Row:
+    """what: the claim, or what is measured. needs: "cuda", or a module's name. seconds:
+    the time limit."""
+
+    name: str
+    what: str
+    run: Callable[[Check], dict[str, Any]]
+    needs: tuple[str, ...] = ()
+    seconds: float = 200.0
+
+
+BITS = "messages over NCCL, with random delays: the bits of a run over gloo"
+FUSED = "fused weight gradients land in the right slot: equal losses and weights, within rounding"
+LOCAL = (
+    "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion "
+    "--no-rope-fusion"
+)
+DISTRIBUTED = "--bf16 --use-distributed-optimizer"
+
+ROWS = [
+    Row("CPU", "losses and weights are those of the CPU, within rounding", against_cpu),
+    Row("NCCL, two stages", BITS, partial(same_bits, stages=2, width=1, text="--bf16")),
+    Row(
+        "NCCL, one queue",
+        BITS,
+        partial(same_bits, stages=2, width=1, text="--bf16", queues=1),
+    ),
+    Row("NCCL, width 2", BITS, partial(same_bits, stages=2, width=2, text=DISTRIBUTED)),
+    Row(
+        "sanitizer",
+        "torch's stream sanitizer finds no access without an order",
+        stream_sanitizer,
+        ("cuda",),
+    ),
+    Row(
+        "Transformer Engine",
+        FUSED,
+        partial(fused_gradients, words=""),
+        ("cuda", "transformer_engine"),
+    ),
+    Row("Apex", FUSED, partial(fused_gradients, words=LOCAL), ("cuda", "apex")),
+    Row(
+        "overhead",
+        "time of 2bw over Megatron's own schedule, d = 1, GPT 355M",
+        overhead,
+        seconds=300.0,
+    ),
+    *(
+        Row(
+            f"memory, {name}",
+            "bytes per parameter, peak",
+            partial(memory, variant=name),
+        )
+        for name in DESIGN
+    ),
+]

@@ -1,0 +1,127 @@
+"""Reads and writes the YAML file of a cluster; docs/planner.md shows one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_2bw.base.errors import UserError, file_errors
+from megatron_2bw.base.files import read_yaml, write_whole
+from megatron_2bw.tools.planner.descriptions.cluster import (
+    GPUS,
+    PRESETS,
+    Cluster,
+    Device,
+    Link,
+    known_gpu,
+    preset,
+)
+from megatron_2bw.tools.planner.descriptions.profile import Profile
+from megatron_2bw.tools.planner.descriptions.reading import Count, Described, described
+
+CPU_ERROR = 0.45  # ranks share cores and caches, which a profile does not show
+
+
+@dataclass(frozen=True)
+class _Group(Described):
+    """Equal servers. gpu: a name of GPUS, or entries of a Device."""
+
+    servers: Count
+    gpu: str | dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _File(Described):
+    """`servers` and `gpu`, or `groups` in the order of ranks. profile: relative to the
+    YAML file."""
+
+    gpus_per_server: Count
+    inside: Link
+    between: Link
+    name: str = ""
+    servers: Count = 1
+    gpu: str | dict[str, Any] = ""
+    groups: tuple[_Group, ...] = ()
+    profile: Path | None = None
+
+
+def named_cluster(name: str) -> Cluster:
+    """The cluster of --cluster: a preset, or a YAML file that exists."""
+    return (
+        preset(name, 1)
+        if name in PRESETS or not os.path.exists(name)
+        else from_yaml(Path(name))
+    )
+
+
+def from_yaml(path: Path) -> Cluster:
+    """The cluster of a YAML file, with its profile. UserError names the file and the
+    wrong entry."""
+    where = f"--cluster {path}"
+    file = described(_File, read_yaml(path, "--cluster"), where)
+    if bool(file.groups) == bool(file.gpu):
+        raise UserError(f"{where}: give either gpu and servers, or groups")
+    groups = file.groups or (_Group(file.servers, file.gpu),)
+    devices = tuple(
+        device
+        for group in groups
+        for device in [_device(group.gpu, f"{where}: gpu")] * group.servers
+    )
+    profile = Profile.load(path.parent / file.profile) if file.profile else None
+    whole = Cluster(
+        file.name or str(path),
+        0,
+        0,
+        devices[0],
+        file.inside,
+        file.between,
+        profile,
+        devices,
+    )
+    return whole.part(len(devices), file.gpus_per_server)
+
+
+def _device(gpu: str | dict[str, Any], where: str) -> Device:
+    """The GPU of a name or of a mapping. What a mapping leaves out of a known GPU is
+    that one's."""
+    name = gpu if isinstance(gpu, str) else str(gpu.get("name", "gpu"))
+    known = known_gpu(name)
+    if isinstance(gpu, str) and known is None:
+        raise UserError(
+            f"{where}: {gpu} is not one of {', '.join(GPUS)}; or describe it"
+        )
+    if isinstance(gpu, str):
+        return known
+    defaults = (
+        asdict(known)
+        if known
+        else {"name": name} | ({"error": CPU_ERROR} if name == "cpu" else {})
+    )
+    taken = (
+        f"{known.name}'s where the file gives nothing: {known.calibration}"
+        if known
+        else Device.calibration
+    )
+    return described(Device, defaults | {"calibration": taken} | gpu, where)
+
+
+def to_yaml(cluster: Cluster, path: Path) -> None:
+    """Write a file from which `from_yaml` reads the same cluster, without its
+    profile."""
+    import yaml
+
+    whole = asdict(replace(cluster, profile=None))
+    entries = {
+        name: whole[name] for name in ("name", "gpus_per_server", "inside", "between")
+    }
+    kinds = itertools.groupby(cluster.devices or [cluster.device] * cluster.servers)
+    groups = [
+        {"servers": len([*same]), "gpu": asdict(device)} for device, same in kinds
+    ]
+    entries |= {"groups": groups} if cluster.devices else groups[0]
+    with file_errors(f"--out {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, yaml.safe_dump(entries, sort_keys=False))

@@ -1,0 +1,300 @@
+"""A plan: the configuration that the planner chooses, and Megatron's flags for it. Pure
+Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, wraps
+from operator import attrgetter
+from typing import Any
+
+from megatron_2bw.schedules import Schedule, Shape, schedule_of
+from megatron_2bw.schedules.interleaved import Interleaved
+from megatron_2bw.tools.planner.descriptions.model import Model, command_line
+
+RECOMPUTE = ("none", "selective", "full")
+ARGUMENTS = {  # Megatron's, by field
+    "tensor": "tensor_model_parallel_size",
+    "depth": "pipeline_model_parallel_size",
+    "width": "data_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "microbatch": "micro_batch_size",
+    "global_batch": "global_batch_size",
+    "recompute": "recompute_granularity",
+    "schedule": "pipeline_schedule",
+    "virtual": "virtual_pipeline_model_parallel_size",
+    "sequence_parallel": "sequence_parallel",
+    "distributed_optimizer": "use_distributed_optimizer",
+    "pipeline_inside": "use_tp_pp_dp_mapping",
+    "first": "decoder_first_pipeline_num_layers",
+    "last": "decoder_last_pipeline_num_layers",
+    "gradient_slots": "two_bw_gradient_slots",
+    "extra_warmup": "two_bw_extra_warmup",
+    "late": "two_bw_late_microbatches",
+    "gpipe_round": "gpipe_round",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration on all GPUs. Their number is tensor × context × depth × width."""
+
+    tensor: int  # tensor-parallel size
+    depth: int  # pipeline stages
+    width: int  # data-parallel size
+    microbatch: int  # samples
+    # of a batch and pipeline; the global batch is microbatch × microbatches × width
+    microbatches: int
+    recompute: str = "none"  # selective (core attention), full (all layers)
+    # of --pipeline-schedule; "megatron" with `virtual` > 1 is Megatron's interleaved
+    # schedule
+    schedule: str = "2bw"
+    virtual: int = 1  # model chunks per stage
+    # 2bw's gradient buffers; "shard": one, and a shard of the complete batch's
+    # gradients
+    gradient_slots: int | str = 2
+    distributed_optimizer: bool = False
+    first: int = 0  # layers of the first stage if they differ from the others', else 0
+    last: int = 0  # of the last stage
+    # Rank order tp-pp-dp: the stages of a pipeline are neighbours. By default the
+    # replicas of a stage are.
+    pipeline_inside: bool = False
+    # divides along the sequence what tensor parallelism does not divide
+    sequence_parallel: bool = False
+    # of 2bw: additional warm-up forwards, a number per boundary, or one for all
+    extra_warmup: tuple[int, ...] = ()
+    extrapolate: bool = False  # of 2bw: --two-bw-correction auto
+    # with it: the late microbatches, if a step takes longer than those of `auto`
+    late: int = 0
+    # of gpipe: microbatches that it admits at a time; None: the whole batch
+    gpipe_round: int | None = None
+    # Of full, --recompute-num-layers: the layers of which only the first one's input is
+    # kept; with all of a stage that is the stage's input, as in the paper (section
+    # 4.1).
+    recompute_layers: int = 1
+    context: int = 1  # ranks that share a sequence
+    # layers of each stage where `first` and `last` cannot express them
+    stages: tuple[int, ...] = ()
+    # of full: only that many layers of each stage (--recompute-method block); 0: all
+    recompute_block: int = 0
+    grad_reduce_in_bf16: bool = False  # gradients are reduced and kept in 16 bits
+    expert: int = 1  # ranks that share the experts of a layer, among the replicas
+    # 2bw's optimizer is in host memory, and one gradient slot on the GPU
+    host: bool = False
+
+    def changed(self, **fields: Any) -> Plan:
+        """As dataclasses.replace, but five times as fast: a search builds tens of
+        thousands of plans."""
+        plan = object.__new__(Plan)
+        plan.__dict__.update(self.__dict__)
+        for cached in ("pipeline", "shape"):
+            plan.__dict__.pop(cached, None)
+        plan.__dict__.update(fields)
+        return plan
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor * self.context * self.depth * self.width
+
+    @property
+    def replicas(self) -> int:
+        """GPUs with the same weights, which reduce their gradients together."""
+        return self.context * self.width
+
+    @property
+    def samples(self) -> float:
+        """Samples of a microbatch on one rank: context parallelism gives it a part of
+        each sequence, and its work and activations are those of so many samples."""
+        return self.microbatch / self.context
+
+    @property
+    def global_batch(self) -> int:
+        return self.microbatch * self.microbatches * self.width
+
+    @property
+    def accumulation(self) -> float:
+        """g of the paper's Algorithm 1, B / (N b): microbatches per stage."""
+        return self.microbatches / self.depth
+
+    @property
+    def rounds(self) -> int:
+        """Times that a schedule with a flush drains the pipeline in a batch."""
+        return -(-self.microbatches // self.gpipe_round) if self.gpipe_round else 1
+
+    @property
+    def name(self) -> str:
+        """Schedule and sizes, such as `2bw t1 d8 w8 b4`, or `2bw t1 c2 e4 d4 w8 b4`."""
+        context = f" c{self.context}" * (self.context > 1) + f" e{self.expert}" * (
+            self.expert > 1
+        )
+        return (
+            f"{self.schedule_name} t{self.tensor}{context} d{self.depth} "
+            f"w{self.width} b{self.microbatch}"
+        )
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule with its model chunks, gradient slots, stage 0's additional
+        warm-up forwards, or round: `megatron x3`, `2bw 1 slot`, `2bw shard`, `2bw
+        host`, `2bw +2`, `gpipe round 4`."""
+        chunks = f" x{self.virtual}" if self.virtual > 1 else ""
+        slots = (
+            " host"
+            if self.host
+            else {1: " 1 slot", "shard": " shard"}.get(self.gradient_slots, "")
+        )
+        size = f" round {self.gpipe_round}" if self.gpipe_round else ""
+        return (
+            self.schedule
+            + chunks
+            + slots
+            + size
+            + (f" +{sum(self.extra)}" if any(self.extra) else "")
+        )
+
+    @property
+    def extra(self) -> tuple[int, ...]:
+        """`extra_warmup` with a number per boundary."""
+        given = self.extra_warmup or (0,)
+        return given * (self.depth - 1) if len(given) == 1 else given
+
+    @property
+    def title(self) -> str:
+        """The name, with the recompute if there is any."""
+        return self.name + (
+            f", {self.recompute_name} recompute" if self.recompute != "none" else ""
+        )
+
+    @property
+    def recompute_name(self) -> str:
+        """none, selective, full; stage: full with more than one layer a recompute; or
+        block and layers."""
+        if self.recompute_block:
+            return f"block {self.recompute_block}"
+        return "stage" if self.recompute_layers > 1 else self.recompute
+
+    @cached_property
+    def pipeline(self) -> Schedule:
+        """The schedule as data. Megatron's own is 1F1B with a flush, or interleaved."""
+        if self.virtual > 1:
+            return Interleaved(self.virtual)
+        name = "pipedream-flush" if self.schedule == "megatron" else self.schedule
+        schedule = schedule_of(
+            name,
+            gradient_slots=self.gradient_slots,
+            extra_warmup=self.extra_warmup,
+            gpipe_round=self.gpipe_round,
+        )
+        corrected = self.extrapolate and schedule.late_step
+        late = (
+            self.late
+            or corrected
+            and schedule.late_of_auto(self.depth, self.microbatches)
+            or None
+        )
+        return replace(schedule, late_microbatches=late) if corrected else schedule
+
+    @cached_property
+    def shape(self) -> Shape:
+        return Shape(self.depth, self.microbatches)
+
+    def layers_of(self, model: Model) -> list[int]:
+        """Layers of each stage, in all its chunks together."""
+        if self.stages or self.depth == 1:
+            return [*self.stages] or [model.layers]
+        middle = self.depth - bool(self.first) - bool(self.last)
+        each = (model.layers - self.first - self.last) // middle if middle else 0
+        return [self.first or each, *[each] * (self.depth - 2), self.last or each]
+
+    @property
+    def layout(self) -> str | None:
+        """`stages` in Megatron's notation: Et*3|t*2|t*2L."""
+        return (
+            f"E{'|'.join(f't*{layers}' for layers in self.stages)}L"
+            if self.stages
+            else None
+        )
+
+    def with_layers(self, stages: Sequence[int]) -> Plan:
+        """The plan with so many layers on each stage."""
+        if len({*stages}) == 1:
+            return self.changed(first=0, last=0, stages=())
+        if len({*stages[1:-1]}) < 2:
+            return self.changed(first=stages[0], last=stages[-1], stages=())
+        return self.changed(first=0, last=0, stages=tuple(stages))
+
+    def flags(self, precision: str = "bf16") -> list[str]:
+        """Megatron's and this project's flags of the configuration."""
+        # 2bw's late step needs no flag for that
+        overlaps = self.schedule == "megatron" and self.replicas > 1
+        extra = self.extra[:1] if len(set(self.extra)) == 1 else self.extra
+        return command_line(
+            (
+                True,
+                f"--pipeline-schedule {self.schedule} --tensor-model-parallel-size {self.tensor}",
+            ),
+            (
+                True,
+                f"--pipeline-model-parallel-size {self.depth} --micro-batch-size {self.microbatch}",
+            ),
+            (True, f"--global-batch-size {self.global_batch}"),
+            (self.context > 1, f"--context-parallel-size {self.context}"),
+            (self.expert > 1, f"--expert-model-parallel-size {self.expert}"),
+            (self.first, f"--decoder-first-pipeline-num-layers {self.first}"),
+            (self.last, f"--decoder-last-pipeline-num-layers {self.last}"),
+            (self.stages, f"--pipeline-model-parallel-layout {self.layout}"),
+            (
+                self.virtual > 1,
+                f"--num-virtual-stages-per-pipeline-rank {self.virtual}",
+            ),
+            (self.sequence_parallel, "--sequence-parallel"),
+            (self.recompute != "none", f"--recompute-granularity {self.recompute}"),
+            (
+                self.recompute == "full",
+                f"--recompute-method {'block' if self.recompute_block else 'uniform'}",
+            ),
+            (
+                self.recompute == "full",
+                f"--recompute-num-layers {self.recompute_block or self.recompute_layers}",
+            ),
+            (
+                self.schedule == "2bw" and self.gradient_slots != 2,
+                f"--two-bw-gradient-slots {self.gradient_slots}",
+            ),
+            (self.host, "--two-bw-optimizer host"),
+            (any(self.extra), f"--two-bw-extra-warmup {','.join(map(str, extra))}"),
+            (self.gpipe_round, f"--gpipe-round {self.gpipe_round}"),
+            (self.extrapolate, "--two-bw-correction auto"),
+            (self.late, f"--two-bw-late-microbatches {self.late}"),
+            (self.distributed_optimizer, "--use-distributed-optimizer"),
+            (overlaps, "--overlap-grad-reduce"),
+            (overlaps and self.distributed_optimizer, "--overlap-param-gather"),
+            (self.pipeline_inside, "--use-tp-pp-dp-mapping"),
+            (precision in ("bf16", "fp16"), f"--{precision}"),
+            (self.grad_reduce_in_bf16, "--grad-reduce-in-bf16"),
+        )
+
+
+def by_fields(*names: str) -> Callable:
+    """A decorator for a method of a plan: its answer is computed once for plans that
+    share these fields."""
+    key = attrgetter(*names)
+
+    def decorate(method: Callable) -> Callable:
+        store = f"_by_fields_{method.__name__}"
+
+        @wraps(method)
+        def answer(self: Any, plan: Plan) -> Any:
+            try:
+                return self.__dict__[store][key(plan)]
+            except KeyError:
+                found = self.__dict__.setdefault(store, {})[key(plan)] = method(
+                    self, plan
+                )
+                return found
+
+        return answer
+
+    return decorate

@@ -1,0 +1,41 @@
+"""The typed reading of the files that describe a model, a cluster or a profile: a
+mapping becomes a dataclass."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from annotated_types import Ge, Gt, Le
+
+from megatron_2bw.base.errors import UserError
+
+Count = Annotated[int, Ge(1)]
+Positive = Annotated[float, Gt(0)]
+Amount = Annotated[float, Ge(0)]
+Share = Annotated[float, Ge(0), Le(1)]
+
+
+class Described:
+    """A dataclass of which files have all entries by name. A name may be written as a
+    number."""
+
+    __pydantic_config__: ClassVar = {
+        "extra": "forbid",
+        "allow_inf_nan": False,
+        "coerce_numbers_to_str": True,
+    }
+
+
+def described[Kind](kind: type[Kind], entries: Any, where: str) -> Kind:
+    """The dataclass that a mapping describes, its parts included. UserError begins with
+    `where` and names the entry.
+
+    Files outlast the version that wrote them, so a new field needs a default.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(kind).validate_python({} if entries is None else entries)
+    except ValidationError as error:
+        fault = error.errors(include_input=False)[0]
+    raise UserError(f"{where}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}")

@@ -1,0 +1,93 @@
+"""The order in which plans are recommended: among ties exact and simple plans come
+first. Pure Python.
+
+Invariant: a plan with gradient delay is first only if it is faster than every exact
+plan by more than the error and the delay's cost in convergence.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from megatron_2bw.tools.planner.descriptions.plan import Plan
+from megatron_2bw.tools.planner.find.search import Search
+
+# Two plans whose times differ by less are a tie: the ratios of zero-bubble's schedules
+# have errors up to 4.0 % (bench/planner_accuracy.py). A cluster with a smaller error of
+# its own has that.
+TIE = 0.05
+# The share of a run's iterations that a delay of one update is charged with,
+# --two-bw-correction auto: a choice. With a part of the batch late no cost was measured
+# up to 8,192 tokens a batch, with all late more (docs/convergence.md).
+DELAY = 0.02
+# The share of a GPU's memory that plans leave free beyond the margin, if any plan does:
+# the estimated memory of SimuMax's runs on B200 is wrong by 1.7 % at most
+# (bench/planner_accuracy.py).
+SPARE = 0.02
+# A plan whose certain bytes fit is tight if its estimate is at most this share of a
+# GPU's memory too large: an 8B of NeMo's tuner ran on 80 GB, and the estimate was 86.5
+# GiB.
+TIGHT = 0.1
+
+
+def tie(error: float) -> float:
+    return min(error, TIE)
+
+
+def ranked(search: Search, count: int) -> tuple[list[Plan], int]:
+    """(`count` plans of the search in the order of advice, the number of plans among
+    them that tie with the first)."""
+    found = list(itertools.islice(search, count))
+    if not found:
+        return [], 0
+    within = 1 + tie(search.cost.cluster.device.error)
+    if not _exact(found[0][1]):
+        exact = tuple(
+            name for name in search.space.schedules if name not in ("2bw", "pipedream")
+        )
+        limit = found[0][0] * (1 + DELAY) * within
+        known = {plan for _, plan in found}
+        further = (
+            Search(search.cost, replace(search.space, schedules=exact), limit=limit)
+            if exact
+            else ()
+        )
+        found += [
+            pair for pair in itertools.islice(further, count) if pair[1] not in known
+        ]
+    scores = {
+        plan: seconds * (1 if _exact(plan) else 1 + DELAY) for seconds, plan in found
+    }
+    limit = min(scores.values()) * within
+    ties = sorted(
+        (plan for plan in scores if scores[plan] <= limit),
+        key=lambda plan: (*_burden(plan), scores[plan]),
+    )
+    others = sorted(
+        (plan for plan in scores if scores[plan] > limit), key=scores.__getitem__
+    )
+    return [*ties, *others][:count], min(len(ties), count)
+
+
+def _exact(plan: Plan) -> bool:
+    return plan.pipeline.flushes
+
+
+def _burden(plan: Plan) -> tuple[bool, int]:
+    """(whether gradients are late, the number of choices apart from the plainest)."""
+    choices = (
+        plan.tensor > 1,
+        plan.depth > 1,
+        plan.depth > plan.microbatches,  # most stages wait
+        plan.virtual > 1,
+        plan.recompute != "none",
+        plan.first or plan.last or plan.stages,
+        plan.context > 1,
+        plan.pipeline_inside,
+        any(plan.extra),
+        plan.gradient_slots != 2,
+        plan.host,
+        plan.gpipe_round,
+    )
+    return not _exact(plan), sum(map(bool, choices))

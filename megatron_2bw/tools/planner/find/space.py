@@ -1,0 +1,55 @@
+"""The choices of a search. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_2bw.tools.planner.descriptions.plan import RECOMPUTE
+
+# Without pipedream: its delays differ by stage, so the user must ask for it.
+PLANNED = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
+RECOMPUTES = (*RECOMPUTE, "stage")
+BLOCK = "block"  # on request
+
+
+@dataclass(frozen=True)
+class Space:
+    """The choices of a search. None: all that are legal.
+
+    batch         the largest safe global batch; a plan uses the largest multiple of its
+                  microbatches up to that
+    microbatch    sizes; by default powers of two
+    virtual       chunks per stage of Megatron's interleaved schedule; by default all
+                  divisors of the stage's layers
+    recompute     "stage" keeps the stages' inputs only. It takes as long as "full", so
+                  it is tried where that does not fit. On request: "block" repeats all
+                  layers of a stage but some, each number of them
+    uneven        whether first and last stages may have other numbers of layers than
+                  the others
+    extra_warmup  for each plan of 2bw also the plan with the extra warm-up that hides
+                  its messages (Cost.extra_warmup)
+    host          2bw's optimizer in host memory, for plans that do not fit otherwise
+    extrapolate   2bw with --two-bw-correction auto
+    context       context-parallel sizes; only 1 by default
+    expert        expert-parallel sizes
+    grad_reduce_in_bf16  of all plans
+    """
+
+    batch: int
+    schedules: tuple[str, ...] = PLANNED
+    tensor: tuple[int, ...] | None = None
+    depth: tuple[int, ...] | None = None
+    microbatch: tuple[int, ...] | None = None
+    recompute: tuple[str, ...] = RECOMPUTES
+    gradient_slots: tuple[int, ...] = (2, 1)
+    distributed_optimizer: tuple[bool, ...] = (False, True)
+    pipeline_inside: tuple[bool, ...] = (False, True)
+    virtual: tuple[int, ...] | None = None
+    uneven: bool = True
+    sequence_parallel: bool = True
+    extra_warmup: bool = True
+    host: bool = True
+    extrapolate: bool = False
+    context: tuple[int, ...] | None = (1,)
+    expert: tuple[int, ...] | None = None
+    grad_reduce_in_bf16: bool = False

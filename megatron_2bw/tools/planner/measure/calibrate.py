@@ -1,0 +1,138 @@
+"""Fits a cluster's constants to a few measured iteration times. SciPy only.
+
+Least squares of the logarithms of the times, with the preset as a prior: a constant on
+which no run depends keeps its value. The loss is Cauchy's, so that one wrong row has
+little weight. Invariant: the constants keep their physical meaning, so one fit serves
+all plans and models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_2bw.base.errors import UserError
+from megatron_2bw.tools.planner.cost.memory import GIB
+from megatron_2bw.tools.planner.cost.simulated import Cost
+from megatron_2bw.tools.planner.descriptions.cluster import OF_FEWER, Cluster
+from megatron_2bw.tools.planner.measure.runs import Run
+
+DEVICE = (
+    "gemm_efficiency",
+    "memory_efficiency",
+    "layer_launch_us",
+    "collective_launch_us",
+    "exchange_us",
+    "step_us",
+)
+LINK = ("gb_s", "latency_us")
+# Standard deviations of a time about the model's and a constant about the preset's, in
+# logs. NOISE and LARGE are chosen on draws of 20 of vTrain's 1,440 rows and on
+# SimuMax's 12 of a 70B.
+NOISE, PRIOR = 0.045, 0.5
+# errors of so many standard deviations have half of the weight of small ones
+LARGE = 2.5
+SHARE_LIMIT = 0.95  # of the peak and of the bandwidth
+
+
+def predict(cluster: Cluster, runs: Sequence[Run]) -> list[float]:
+    """Seconds per iteration of each run on `cluster`, with the run's number of
+    servers."""
+    costs: dict[tuple, Cost] = {}
+    seconds = []
+    for run in runs:
+        servers = -(-run.plan.gpus // cluster.gpus_per_server)
+        key = (run.model, servers, run.precision, run.flash)
+        if key not in costs:
+            costs[key] = Cost(
+                run.model, replace(cluster, servers=servers), run.precision, run.flash
+            )
+        seconds.append(costs[key].seconds(run.plan))
+    return seconds
+
+
+def calibrate(cluster: Cluster, runs: Sequence[Run]) -> Cluster:
+    """`cluster` with the constants that fit `runs` best. Links between servers are
+    fitted only if runs use them.
+
+    UserError if SciPy is missing.
+    """
+    import numpy as np
+
+    try:
+        from scipy.optimize import least_squares
+    except ImportError:
+        raise UserError(
+            "calibrate needs SciPy: pip install 'scipy>=1.16', or megatron_2bw[calibrate]"
+        ) from None
+    names = [("device", name) for name in DEVICE] + [("inside", name) for name in LINK]
+    if cluster.device.attention_efficiency and any(run.flash for run in runs):
+        names.append(("device", "attention_efficiency"))
+    if any(run.plan.gpus > cluster.gpus_per_server for run in runs):
+        names += [("between", name) for name in LINK]
+    logs = np.log([run.seconds for run in runs])
+
+    def build(x) -> Cluster:
+        built = cluster
+        for (part, name), factor in zip(names, np.exp(x)):
+            old, changed = (
+                getattr(built, part),
+                dict.fromkeys((name, *OF_FEWER) if name == "gb_s" else (name,), factor),
+            )
+            values = {each: float(getattr(old, each) * factor) for each in changed}
+            if name.endswith("efficiency"):
+                values[name] = min(values[name], SHARE_LIMIT)
+            built = replace(built, **{part: replace(old, **values)})
+        return built
+
+    def errors(x):
+        return np.concatenate(
+            [(np.log(predict(build(x), runs)) - logs) / NOISE, x / PRIOR]
+        )
+
+    fitted = build(
+        least_squares(
+            errors, np.zeros(len(names)), loss="cauchy", f_scale=LARGE, x_scale="jac"
+        ).x
+    )
+    return replace(
+        fitted,
+        device=replace(
+            fitted.device, calibration=f"fitted to {len(runs)} measured runs"
+        ),
+    )
+
+
+def cross_validated(
+    cluster: Cluster, runs: Sequence[Run], parts: int = 5
+) -> list[float]:
+    """Predicted over measured, less one, of each run by a fit to the runs outside its
+    part. Of `parts` parts each has every `parts`-th run; there are at most as many as
+    runs. At least two runs."""
+    parts, found = min(parts, len(runs)), [0.0] * len(runs)
+    for part in range(parts):
+        fitted = calibrate(
+            cluster, [run for index, run in enumerate(runs) if index % parts != part]
+        )
+        own = runs[part::parts]
+        found[part::parts] = [
+            seconds / run.seconds - 1 for seconds, run in zip(predict(fitted, own), own)
+        ]
+    return found
+
+
+def bound(errors: Sequence[float]) -> float:
+    """The size below which 90 % of the errors are."""
+    return sorted(map(abs, errors))[math.ceil(0.9 * len(errors)) - 1]
+
+
+def memory_errors(cluster: Cluster, runs: Sequence[Run]) -> list[float]:
+    """Predicted over measured memory of the heaviest stage, less one, of the runs with
+    a measured one."""
+    known = [run for run in runs if run.memory]
+    costs = [Cost(run.model, cluster, run.precision, run.flash) for run in known]
+    return [
+        cost.memory.heaviest(run.plan) / GIB / run.memory - 1
+        for cost, run in zip(costs, known)
+    ]

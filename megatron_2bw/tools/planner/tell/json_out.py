@@ -1,0 +1,70 @@
+"""The result of a search as plain JSON: all printed figures, and the bytes of every
+stage. Pure Python."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+from megatron_2bw.tools.planner.cost.simulated import Cost, Estimate
+from megatron_2bw.tools.planner.tell import jobs, training
+from megatron_2bw.tools.planner.tell.explain import CAVEAT, Result, terms
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """The result in plain types: seconds, bytes, samples."""
+    cost, search = result.cost, result.search
+    found = {
+        "model": asdict(cost.model),
+        "cluster": asdict(replace(cost.cluster, profile=None))
+        | {"profile": cost.cluster.profile is not None},
+        "space": asdict(result.space),
+        "precision": cost.precision,
+        "flash": cost.memory.flash,
+        "margin": cost.margin,
+        "error": cost.cluster.device.error,
+        "ties": result.ties,
+        "run": {"model": cost.model.flags(), "data": jobs.mock_data(cost.model)},
+        "plans": [_estimate(cost, estimate) for estimate in result.estimates],
+        "tight": [_estimate(cost, estimate) for estimate in result.tight],
+        "rejected": dict(search.rejected),
+        "too_large": {
+            "count": len(search.too_large),
+            "fastest": next(
+                (_estimate(cost, cost.estimate(plan)) for plan in search.too_large),
+                None,
+            ),
+        },
+        "evidence": {
+            term: {"tag": tag, "source": source}
+            for term, (tag, source) in terms(cost).items()
+        },
+        "caveat": CAVEAT,
+        "search_seconds": result.seconds,
+        "examined": search.examined,
+    }
+    return json.loads(json.dumps(found))  # lists for tuples
+
+
+def _estimate(cost: Cost, estimate: Estimate) -> dict[str, Any]:
+    plan = estimate.plan
+    return asdict(plan) | {
+        "name": plan.title,
+        "flags": plan.flags(cost.precision),
+        "training": training.flags(estimate.seconds),
+        "save_interval": training.save_interval(estimate.seconds),
+        "layers": plan.layers_of(cost.model),
+        "global_batch": plan.global_batch,
+        "gradient_accumulation": plan.accumulation,
+        "seconds": estimate.seconds,
+        "samples_per_second": estimate.throughput,
+        "tokens_per_second": estimate.throughput * cost.model.sequence,
+        "split": asdict(estimate.split),
+        "memory": [
+            asdict(stage) | {"certain": stage.certain, "total": stage.total}
+            for stage in estimate.memory
+        ],
+        "capacity": min(estimate.capacities),
+        "headroom": estimate.headroom,
+    }

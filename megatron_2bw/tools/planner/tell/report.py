@@ -1,0 +1,128 @@
+"""index.html of --report: all plans in a table, throughput by memory; timeline, memory,
+time and flags of a chosen one.
+
+Invariant: each number is of an Estimate or of the simulator; the browser draws them
+with timelines/page.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_2bw.base.errors import file_errors
+from megatron_2bw.base.files import write_whole
+from megatron_2bw.schedules import REDUCE, Shape
+from megatron_2bw.tools.planner.cost.memory import GIB
+from megatron_2bw.tools.planner.cost.simulated import Cost, Estimate
+from megatron_2bw.tools.planner.descriptions.plan import Plan
+from megatron_2bw.tools.planner.tell.explain import three
+from megatron_2bw.tools.timelines.page import whole
+from megatron_2bw.tools.timelines.simulator import Event, makespan, simulate
+from megatron_2bw.tools.timelines.waits import cut, drawn
+
+PAGE = Path(__file__).parent / "page" / "report.html"
+FORWARDS = 250_000  # of a timeline; a simulation and its file take seconds
+
+
+def write_report(
+    cost: Cost, ranked: Sequence[Estimate], cloud: Sequence[Estimate], folder: Path
+) -> Path:
+    """Write index.html to `folder`, which is created if it is missing: the `ranked`
+    plans, the best first, with their timelines, and of `cloud` the fastest of each
+    other name. Raises UserError if it cannot be written."""
+    cluster, plans = cost.cluster, dict[str, Estimate]()
+    for estimate in (*ranked, *sorted(cloud, key=lambda each: -each.throughput)):
+        plans.setdefault(estimate.plan.title, estimate)
+    content = {
+        "title": (
+            f"{cost.model.name} on {cluster.servers} × {cluster.gpus_per_server} "
+            f"{cluster.device.name}"
+        ),
+        "ranked": len(ranked),
+        "plans": [_plan(cost, estimate) for estimate in plans.values()],
+        "timelines": [_timeline(cost, estimate.plan) for estimate in ranked],
+    }
+    with file_errors(f"--report {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / "index.html", whole(PAGE, {"report": content}))
+    return folder / "index.html"
+
+
+def _plan(cost: Cost, estimate: Estimate) -> dict[str, Any]:
+    plan = estimate.plan
+    return {
+        "name": plan.title,
+        "schedule": plan.schedule,
+        "shown": plan.schedule_name,
+        **{
+            size: getattr(plan, size)
+            for size in ("tensor", "depth", "width", "microbatch", "microbatches")
+        },
+        "recompute": plan.recompute_name,
+        "rate": float(three(estimate.throughput)),
+        "fullest": [_short(size / GIB) for size in estimate.fullest],
+        "allowed": [_short(size / GIB) for size in estimate.capacities],
+        "memory": [
+            {kind: _short(size / GIB) for kind, size in asdict(stage).items()}
+            for stage in estimate.memory
+        ],
+        "split": {
+            cause: _short(1e3 * time / plan.global_batch)
+            for cause, time in asdict(estimate.split).items()
+        },
+        "flags": shlex.join(plan.flags(cost.precision)),
+    }
+
+
+def _timeline(cost: Cost, plan: Plan) -> dict[str, Any] | None:
+    """What the page shows of a ranked plan; None if its timeline is too long."""
+    if (3 - plan.pipeline.flushes) * plan.depth * plan.microbatches > FORWARDS:
+        return None
+    events, begin, until = first_batches(cost, plan)
+    return {
+        "begin": _short(begin),
+        "shown": drawn(
+            plan.pipeline, cut(events, begin, until), plan.depth, cost.times(plan)
+        ),
+    }
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.4g}")
+
+
+def first_batches(cost: Cost, plan: Plan) -> tuple[list[Event], float, float]:
+    """Events of the first two batches and of a third that keeps the pipeline full, and
+    the part that is shown, at most the time to drain and fill the pipeline, and some
+    microbatches more, around the end of the first batch."""
+    times = cost.times(plan)
+    events = simulate(
+        plan.pipeline,
+        Shape(plan.depth, plan.microbatches, 0, 3 - plan.pipeline.flushes),
+        times,
+    )
+    end = makespan(events) if plan.pipeline.flushes else _reduced(events, 1)
+    slot = max(
+        f + b
+        for f, b in zip(
+            times.of("forward", plan.depth), times.of("backward", plan.depth)
+        )
+    )
+    half = (plan.depth + 12) * slot
+    if end <= 2.5 * half:
+        return events, 0.0, end
+    begin = min(max(_reduced(events, 0) - half, 0.0), end - 2 * half)
+    return events, begin, begin + 2 * half
+
+
+def _reduced(events: list[Event], batch: int) -> float:
+    """The time at which all stages have started the reduction of `batch`."""
+    return max(
+        event.end
+        for event in events
+        if event.action.kind == REDUCE and event.action.batch == batch
+    )

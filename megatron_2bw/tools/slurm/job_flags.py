@@ -1,0 +1,177 @@
+"""Megatron's flags of a Slurm job, as a shell quotes them: of a model by name, or of a
+plan file of the planner.
+
+Invariant: the numbers are megatron_2bw.tools.planner's; what does not fit the allocation ends
+with one line and status 2.
+
+    python megatron_2bw/tools/slurm/job_flags.py --kind gpt --model gpt-2.2b --servers 1
+    --processes 8 --precision bf16
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+# job.sh may name another clone than the installed one
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from megatron_2bw.base.errors import Parser, UserError
+from megatron_2bw.tools.planner.descriptions.model import PRESETS, Model
+from megatron_2bw.tools.planner.descriptions.plan import Plan
+from megatron_2bw.tools.planner.tell import training
+from megatron_2bw.tools.planner.tell.jobs import mock_data
+
+PRECISIONS = ("bf16", "fp16", "fp32")
+
+
+def words(
+    kind: str,
+    model: str,
+    plan: str,
+    servers: int,
+    processes: int,
+    precision: str,
+    data: str = "",
+    save: bool = False,
+) -> list[str]:
+    """The flags of the model, the plan, a first training and the data (by default mock
+    data).
+
+    save: also the plan's --save-interval. UserError names the wrong variable.
+    """
+    if precision not in ("", *PRECISIONS):
+        raise UserError(f"PRECISION={precision}: not one of {', '.join(PRECISIONS)}")
+    if plan:
+        found = _planned(plan, kind, model, servers, processes, precision)
+    else:
+        chosen = _named(model, kind)
+        sizes = [
+            *default_plan(chosen, servers * processes).flags(precision),
+            *training.flags(),
+        ]
+        found = [*chosen.flags(), *sizes], mock_data(chosen), training.save_interval(0)
+    flags, mock, interval = found
+    try:
+        own = shlex.split(data)
+    except ValueError as error:
+        raise UserError(f"DATA_ARGS={' '.join(data.split())}: {error}") from None
+    return [
+        *flags,
+        *(["--save-interval", str(interval)] if save else []),
+        *(own or mock),
+    ]
+
+
+def _planned(
+    plan: str, kind: str, model: str, servers: int, processes: int, precision: str
+) -> tuple[list[str], list[str], int]:
+    """(model, plan and training; mock data; --save-interval) of the first plan of a
+    file."""
+    try:
+        content = json.loads(Path(plan).read_text())
+        name, of, cluster = (
+            content["model"]["name"],
+            content["model"]["kind"],
+            content["cluster"],
+        )
+        best, run, wanted = (
+            content["plans"][0],
+            content["run"],
+            (cluster["servers"], cluster["gpus_per_server"]),
+        )
+        flags = (
+            [*run["model"], *best["flags"], *best["training"]],
+            run["data"],
+            best["save_interval"],
+        )
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        remedy = "write it with megatron-2bw plan ... --json"
+        raise UserError(
+            f"PLAN={plan} holds no plan ({type(error).__name__}: {error}); {remedy}"
+        ) from None
+    if of != kind:
+        raise UserError(
+            f"PLAN={plan} is for {name}, a {of.upper()}: submit pretrain_{of}_2bw.sbatch"
+        )
+    if model not in ("", name) or precision not in ("", content["precision"]):
+        raise UserError(
+            f"PLAN={plan} is for {name} in {content['precision']}: leave out MODEL and PRECISION"
+        )
+    if wanted != (servers, processes):
+        nodes = "{} nodes with {} GPUs each, the job has {} with {}".format(
+            *wanted, servers, processes
+        )
+        raise UserError(
+            f"PLAN={plan} is for {nodes}: give sbatch --nodes={wanted[0]} "
+            f"--gpus-per-node={wanted[1]}"
+        )
+    return flags
+
+
+def _named(name: str, kind: str) -> Model:
+    """UserError for a name that is none of this kind."""
+    if name in PRESETS and PRESETS[name].kind == kind:
+        return PRESETS[name]
+    names = ", ".join(model.name for model in PRESETS.values() if model.kind == kind)
+    raise UserError(
+        f"MODEL={name}: give MODEL or PLAN=plan.json; MODEL is one of {names}"
+    )
+
+
+def default_plan(model: Model, ranks: int) -> Plan:
+    """2BW on as many stages as divide the ranks and the layers, with the fewest
+    microbatches that fill them.
+
+    If the caller changes --pipeline-model-parallel-size, the same global batch still
+    fills the stages.
+    """
+    depth = max(
+        d for d in range(1, ranks + 1) if ranks % d == 0 and model.layers % d == 0
+    )
+    return Plan(
+        tensor=1,
+        depth=depth,
+        width=ranks // depth,
+        microbatch=1,
+        microbatches=depth,
+        extrapolate=True,
+    )
+
+
+def main() -> int:
+    """For job.sh: an error line comes on stdout."""
+    parser = Parser(
+        prog="job_flags.py", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    option = parser.add_argument
+    option("--kind", required=True, choices=("gpt", "bert"))
+    option("--model", default="", help="of the planner's presets")
+    option(
+        "--plan",
+        default="",
+        metavar="FILE.json",
+        help="what megatron-2bw plan --json wrote",
+    )
+    option("--servers", type=int, required=True)
+    option("--processes", type=int, required=True, help="a server")
+    option("--data", default="", metavar="FLAGS", help="instead of the mock data")
+    option("--precision", default="", metavar="|".join(PRECISIONS))
+    option(
+        "--save",
+        action="store_true",
+        help="the job saves checkpoints: also --save-interval",
+    )
+    status = 0
+    try:
+        text = shlex.join(words(**vars(parser.parse_args())))
+    except UserError as error:
+        text, status = str(error), 2
+    print(text)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

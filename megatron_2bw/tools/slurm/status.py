@@ -1,0 +1,319 @@
+"""The status file of a Slurm job: one word for its state, the reason, and its history.
+
+Invariant: only `decide` maps the facts of an ended start to a word; the file is
+replaced whole; the word is one of pending, running, completed, out of memory, timeout,
+failed.
+
+    megatron-2bw slurm show logs/*     # what the files say, corrected by what Slurm
+    says of dead jobs
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# job.sh may name another clone than the installed one
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from megatron_2bw.base import run_log
+from megatron_2bw.base.errors import Parser, report, run_program
+from megatron_2bw.base.files import write_json
+
+WORDS = ("pending", "running", "completed", "out of memory", "timeout", "failed")
+OPEN = ("pending", "running")
+# of Slurm's words
+ALIVE = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED")
+# other words of Slurm: failed
+DIED = {"OUT_OF_MEMORY": "out of memory", "TIMEOUT": "timeout", "DEADLINE": "timeout"}
+# consecutive starts without a saved iteration after which a job is not queued again
+IDLE_STARTS = 3
+TAIL = 2**20  # bytes at the end of a log that are searched
+# exit status after SIGKILL, which the kernel sends when memory is short
+KILLED = 128 + 9
+
+LEFT = re.compile(r"exiting program after receiving SIG")  # Megatron, saved
+SIGNALLED = re.compile(r"node\.sh: Slurm has sent SIG")
+MEMORY = re.compile(
+    (
+        r"out of memory|oom[-_ ]kill|cannot allocate memory|can't allocate "
+        r"memory|Signal 9 \(SIGKILL\)|exitcode *: -9\b"
+    ),
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known when a start has ended."""
+
+    exit_status: int  # of srun
+    text: str = ""  # the logs of this start
+    # Slurm asked the job to end: its time limit is near, or it is preempted
+    signalled: bool = False
+    cancelled: bool = False  # a user or an administrator cancelled it
+    # Slurm ended it and queued it again: preempted without a grace time, scontrol
+    # requeue
+    requeued: bool = False
+    saved: int = 0  # iteration of the newest checkpoint, 0 without one
+    before: int = 0  # the same, when this start began
+    idle: int = 0  # consecutive starts before this one that saved nothing
+    keeps: bool = True  # the job saves checkpoints
+
+
+class Outcome(NamedTuple):
+    word: str
+    reason: str
+    requeue: bool = False
+
+
+def decide(facts: Facts) -> Outcome:
+    """How a start ended, and whether to queue the job again."""
+    lines = list(run_log.training(facts.text))
+    last, planned = (lines[-1].iteration, lines[-1].planned) if lines else (0, 0)
+    # srun also ends the other nodes when one has failed; then its status is not 0.
+    left = (
+        bool(LEFT.search(facts.text))
+        or facts.exit_status == 0
+        and bool(SIGNALLED.search(facts.text))
+    )
+    early = facts.signalled or left or facts.exit_status != 0
+    if planned and (facts.saved == planned or last == planned and not early):
+        return Outcome("completed", f"iteration {planned} of {planned}")
+    if facts.requeued:
+        return Outcome(
+            "pending", f"saved: iteration {facts.saved}; Slurm has queued it again"
+        )
+    if facts.cancelled:
+        return Outcome("failed", f"cancelled; saved: iteration {facts.saved}")
+    if facts.signalled or left:
+        if not facts.keeps:
+            return Outcome(
+                "timeout",
+                "its time was over; CHECKPOINTS=none, so it would start from the beginning",
+            )
+        if facts.saved == facts.before and facts.idle + 1 >= IDLE_STARTS:
+            remedy = (
+                "give it more time (sbatch --time), or a longer notice "
+                "(--signal=B:TERM@SECONDS)"
+            )
+            return Outcome(
+                "timeout", f"no iteration saved in {facts.idle + 1} starts: {remedy}"
+            )
+        return Outcome(
+            "pending", f"saved: iteration {facts.saved}; queued again", requeue=True
+        )
+    if facts.exit_status == 0:
+        return Outcome(
+            "completed",
+            f"iteration {last} of {planned}, as its flags say"
+            if lines
+            else "nothing to train",
+        )
+    if facts.exit_status == KILLED or MEMORY.search(facts.text):
+        return Outcome(
+            "out of memory",
+            _line(facts.text, MEMORY) or f"exit status {facts.exit_status}",
+        )
+    return Outcome(
+        "failed",
+        _line(facts.text, re.compile(r"error: ")) or f"exit status {facts.exit_status}",
+    )
+
+
+def _line(text: str, pattern: re.Pattern[str]) -> str:
+    """The first line with the pattern."""
+    return next(
+        (line.strip()[:300] for line in text.splitlines() if pattern.search(line)), ""
+    )
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The file's content; empty if there is none."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def write(path: Path, outcome: Outcome, **fields: Any) -> None:
+    """Replace the file; its earlier words are in its history."""
+    content = read(path) | fields
+    entry = {
+        "status": outcome.word,
+        "reason": outcome.reason,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    content |= entry | {
+        "history": [
+            *content.get("history", []),
+            entry | {"start": content.get("start", 0)},
+        ]
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, content)
+
+
+def tail(path: Path) -> str:
+    """The end of a log, which may cover weeks."""
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL))
+        return file.read().decode(errors="replace")
+
+
+def saved_iteration(checkpoints: str) -> int:
+    """Iteration of the newest checkpoint, 0 without one."""
+    try:
+        return int(Path(checkpoints, "latest_checkpointed_iteration.txt").read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return 0
+
+
+def begin(options: argparse.Namespace) -> int:
+    """A start begins. Status 1 if the last starts saved nothing, as when nodes fail
+    repeatedly."""
+    content, saved = read(options.file), saved_iteration(options.checkpoints)
+    idle = 0
+    if (
+        options.start
+        and options.checkpoints != "none"
+        and content.get("saved") == saved
+    ):
+        idle = content.get("idle", 0) + 1
+    fields = {"job": options.job, "start": options.start, "saved": saved, "idle": idle}
+    if idle >= IDLE_STARTS:
+        message = f"no iteration saved in {idle} starts; it is not started again"
+        write(options.file, Outcome("failed", message), **fields)
+        report("megatron-2bw slurm", message)
+        return 1
+    write(
+        options.file,
+        Outcome("running", f"start {options.start}, from iteration {saved}"),
+        **fields,
+    )
+    return 0
+
+
+def end(options: argparse.Namespace) -> int:
+    """A start has ended: print `requeue` or the word, then write it. The job is queued
+    again even if that fails."""
+    content = read(options.file)
+    if options.refused:
+        outcome = Outcome("failed", options.refused)
+    else:
+        logs = sorted(options.file.parent.glob(f"start-{options.start}-*.log"))
+        facts = Facts(
+            options.exit_status,
+            "\n".join(map(tail, logs)),
+            *(options.signalled, options.cancelled, options.requeued),
+            saved=saved_iteration(options.checkpoints),
+            before=content.get("saved", 0),
+            idle=content.get("idle", 0),
+            keeps=options.checkpoints != "none",
+        )
+        outcome = decide(facts)
+    print("requeue" if outcome.requeue else outcome.word, flush=True)
+    write(options.file, outcome, job=options.job)
+    return 0
+
+
+def late(options: argparse.Namespace) -> int:
+    """Slurm is about to kill a start that has not ended: write the word that is right
+    if it does."""
+    outcome = (
+        ("failed", "cancelled") if options.cancelled else ("timeout", options.reason)
+    )
+    if options.requeued:
+        outcome = "pending", "Slurm has queued it again"
+    write(options.file, Outcome(*outcome), job=options.job)
+    return 0
+
+
+def show(options: argparse.Namespace) -> int:
+    """A line for each job; what is no folder of a job has none."""
+    for folder in options.logs:
+        if content := current(folder / "status.json"):
+            print(
+                f"{folder}: {content['status']}, {content['reason']} ({content['time']})"
+            )
+    return 0
+
+
+def current(path: Path, job: str = "") -> dict[str, Any]:
+    """The file, corrected if its job (by default the one that it names) has died
+    without writing it."""
+    content = read(path)
+    # a run that a sweep has just submitted does not name one yet
+    job = job or content.get("job", "")
+    if content.get("status") in OPEN and job:
+        state = slurm_state(job).rstrip("+")
+        content = read(path)  # a job that ended meanwhile wrote it before Slurm knew
+        if content["status"] in OPEN and state not in ALIVE:
+            reason = (
+                f"Slurm: {state}" if state else "Slurm does not know the job any more"
+            )
+            write(path, Outcome(DIED.get(state, "failed"), reason))
+    return read(path)
+
+
+def slurm_state(job: str) -> str:
+    """Slurm's word for a job: from its controller, which forgets after minutes, or from
+    its accounting."""
+    for command in (
+        ["squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job],
+        [
+            "sacct",
+            "--allocations",
+            "--noheader",
+            "--parsable2",
+            "--format=State",
+            "--jobs",
+            job,
+        ],
+    ):
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=False
+        )
+        if found := done.stdout.split():
+            return found[0]
+    return ""
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw slurm") -> int:
+    about = "The states of Slurm jobs, from their status files; and the script that sbatch submits."
+    parser = Parser(prog=prog, description=about, allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, function in (("start", begin), ("end", end), ("late", late)):
+        command = commands.add_parser(name, allow_abbrev=False)  # of job.sh
+        command.set_defaults(function=function)
+        option = command.add_argument
+        option("--file", type=Path, required=True)
+        option("--job", required=True)
+        option("--start", type=int, required=True)
+        option("--checkpoints", required=True)
+        for flag in ("--signalled", "--cancelled", "--requeued"):  # how the start ended
+            option(flag, action="store_true")
+        option("--exit-status", type=int, default=0)
+        option("--refused", default="")
+        option("--reason", default="its time was over before it had saved and ended")
+    command = commands.add_parser("show", help="the states of jobs")
+    command.set_defaults(function=show)
+    command.add_argument("logs", type=Path, nargs="+", metavar="DIR")
+    command = commands.add_parser("script", help="the path of the script")
+    command.set_defaults(
+        function=lambda own: print(
+            Path(__file__).with_name(f"pretrain_{own.kind}_2bw.sbatch")
+        )
+    )
+    command.add_argument("kind", choices=("gpt", "bert"))
+    options = parser.parse_args(argv)
+    return run_program(prog, lambda: options.function(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""The files of --two-bw-trace: when each action of a stage ran and how long it waited
+before.
+
+`merge` joins the files that the ranks have written (trace_file.py) and draws them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_2bw.base.errors import Parser, UserError, run_program
+from megatron_2bw.base.files import write_whole
+from megatron_2bw.engine.trace_file import names_of, spans_of
+from megatron_2bw.schedules import parse
+from megatron_2bw.tools.timelines import measured
+from megatron_2bw.tools.timelines.simulator import Event
+from megatron_2bw.tools.timelines.waits import cut
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The events of a TraceWriter's file. The last line of a killed run may be cut
+    off."""
+    events = []
+    for line in path.read_text(encoding="utf-8").splitlines()[1:]:
+        with contextlib.suppress(json.JSONDecodeError):
+            events.append(json.loads(line.rstrip(",")))
+    return events
+
+
+def timed(events: Iterable[dict[str, Any]]) -> list[Event]:
+    """The actions among a file's events, with their times in seconds since the
+    epoch."""
+    found = []
+    for event in events:
+        if event["ph"] == "X" and event["cat"] != "wait":
+            start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+            asked = start - event["args"]["waited_ms"] / 1e3
+            found.append(
+                Event(event["tid"], parse(event["name"])[0], start, end, asked, end)
+            )
+    return found
+
+
+def merge(directory: Path, batches: int = 3) -> list[Path]:
+    """Write DIR/trace.json (all stages, opens in Perfetto) and, if a batch is whole,
+    the last whole batches, `batches` at most, as DIR/timeline.png and
+    DIR/timeline.html. Returns what was written.
+
+    Raises OSError, and UserError if there is no stage's file.
+    """
+    written = [directory / "trace.json"]
+    everything = [event for own in _files(directory) for event in own]
+    write_whole(
+        written[0], json.dumps({"traceEvents": everything, "displayTimeUnit": "ms"})
+    )
+    first = timed(event for event in everything if event["pid"] == 0)
+    found = measured.last_batches(first, batches) if first else None
+    if found is not None:
+        from megatron_2bw.tools.timelines.picture import draw_events
+
+        picture, page = directory / "timeline.png", directory / "timeline.html"
+        shown = [event for event in cut(found.events, found.begin) if event.start >= 0]
+        draw_events(shown, found.stages, found.microbatches, picture, found.title)
+        write_whole(page, measured.html(found))
+        written += [picture, page]
+    return written
+
+
+def _files(directory: Path) -> list[list[dict[str, Any]]]:
+    """The events of each stage of each pipeline."""
+    files = sorted(directory.glob("stage-*-pipeline-*.json"))
+    if not files:
+        raise UserError(f"{directory}: there is no stage-*.json of --two-bw-trace")
+    return [read(file) for file in files]
+
+
+def of_events(events: Iterable[Event], stages: int, title: str) -> dict[str, Any]:
+    """A simulated timeline, with times in seconds, in the form of a merged trace: waits
+    are events too."""
+    found = names_of(f"pipeline: {title}", range(stages))
+    found += [
+        span
+        for event in events
+        for span in spans_of(event, event.stage, chunk=event.action.chunk)
+    ]
+    return {"traceEvents": found, "displayTimeUnit": "ms"}
+
+
+def main(
+    words: Sequence[str] | None = None, prog: str = "megatron_2bw.tools.timelines.trace"
+) -> int:
+    parser = Parser(
+        prog=prog,
+        description="Joins the stages' files of --two-bw-trace DIR into DIR/trace.json.",
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    options = parser.parse_args(words)
+    return run_program(parser.prog, lambda: print(*merge(options.folder), sep="\n"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
