@@ -25,9 +25,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +45,7 @@ from megatron_2bw.mcore.correction import Correction
 from megatron_2bw.mcore.grad_buffers import GradientSlots, Slot
 from megatron_2bw.mcore.host_memory import HostMemory, empty_pages, settle
 from megatron_2bw.mcore.loss_scales import LossScales
+from megatron_2bw.mcore.options import RunOptions
 from megatron_2bw.mcore.proxies import Proxies, thread_local_matmul_precision
 from megatron_2bw.mcore.routers import RouterBatch, Routers
 from megatron_2bw.mcore.stage import Call
@@ -58,33 +57,6 @@ from megatron_2bw.schedules import Action, Schedule, Shape
 # Seconds that the step's thread may hold Python's lock while the training thread wants
 # to launch its next kernel.
 SWITCH_INTERVAL = 5e-4
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a run asks of its runtime.
-
-    transport   see `p2p.connect`
-    timeout     likewise
-    timed       whether Megatron's timers synchronise with the GPU inside forwards and
-                backwards
-    trace       the folder of --two-bw-trace
-    wants_exit  whether this rank wants the run to end (a signal, its duration), asked
-                at each REDUCE; the result reports whether any rank of the world said
-                yes
-    correction  of --two-bw-correction, by the microbatches of a batch; None without it
-    evaluates   whether there may be evaluations
-    host        whether the optimizer is in host memory
-    """
-
-    transport: str = "auto"
-    timeout: timedelta | None = None
-    timed: bool = False
-    trace: Path | None = None
-    wants_exit: Callable[[], bool] | None = None
-    correction: Callable[[int], Correction] | None = None
-    evaluates: bool = False
-    host: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,7 +124,7 @@ class LateStep(LateUpdate):
         call: Call,
         optimizer: Any,
         scheduler: Any,
-        options: Options,
+        options: RunOptions,
         resume: RunState,
         *,
         end_batch: Callable[

@@ -29,8 +29,9 @@ from megatron_2bw.mcore.batch_sizes import Position
 from megatron_2bw.mcore.checkpoints.state import RunState
 from megatron_2bw.mcore.correction import Correction
 from megatron_2bw.mcore.grad_buffers import all_buffers
-from megatron_2bw.mcore.late_step import LateStep, Options, StepResult
+from megatron_2bw.mcore.late_step import LateStep, StepResult
 from megatron_2bw.mcore.log_lines import LogLines
+from megatron_2bw.mcore.options import RunOptions
 from megatron_2bw.mcore.rebinding import arguments, around
 from megatron_2bw.mcore.stage import Call, MegatronStage
 from megatron_2bw.mcore.stage_times import Meeting, StageClock
@@ -49,7 +50,7 @@ class MegatronRuntime:
         self,
         schedule: Schedule,
         position: Callable[[], Position],
-        options: Options = Options(),
+        options: RunOptions = RunOptions(),
     ):
         self.schedule, self.position, self.options = schedule, position, options
         self.pipeline: Pipeline | None = None  # from the first iteration on

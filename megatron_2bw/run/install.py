@@ -85,7 +85,7 @@ def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
     from `args`."""
     from megatron_2bw.engine.trace_file import forget
     from megatron_2bw.mcore.batch_sizes import planned, position
-    from megatron_2bw.mcore.late_step import Options
+    from megatron_2bw.mcore.options import RunOptions
     from megatron_2bw.mcore.runtime import MegatronRuntime
     from megatron_2bw.run.flags import correction_flags, project_flags
     from megatron_2bw.schedules import schedule_of
@@ -109,7 +109,7 @@ def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
     return MegatronRuntime(
         schedule,
         partial(position, args),
-        Options(
+        RunOptions(
             transport=args.two_bw_exchange,
             timeout=timedelta(minutes=args.distributed_timeout_minutes),
             timed=args.timing_log_level >= 2,
