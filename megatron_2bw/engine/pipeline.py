@@ -7,7 +7,6 @@ is no other loop.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,21 +48,21 @@ class Stage(Protocol):
 
 class Update(Protocol):
     """What happens to a batch's gradients. One class each for the flush, PipeDream and
-    2BW (core/updates.py)."""
+    2BW (updates.py)."""
 
-    def bind(self, action: Action) -> None:
-        """Before a forward or backward: bind its weight version, and its batch's
+    def bind(self, version: int, batch: int) -> None:
+        """Before a forward or a backward of `batch`: bind W(version), and the batch's
         gradient buffer."""
 
-    def begin_batch(self, action: Action) -> None:
-        """Before the first backward of a batch."""
+    def begin_batch(self, batch: int, version: int) -> None:
+        """Before the first backward of `batch`, which runs on W(version)."""
 
-    def reduce(self, action: Action, still_read: set[int]) -> None:
-        """After the last backward of a batch. still_read: weight versions that must not
-        be overwritten yet."""
+    def end_batch(self, batch: int, still_read: set[int]) -> None:
+        """After the last backward of `batch`: REDUCE. still_read: weight versions that
+        must not be overwritten yet."""
 
-    def step(self, action: Action) -> None:
-        """W(action.version) exists when this returns."""
+    def step(self, batch: int) -> None:
+        """STEP. W(batch + 1) exists when this returns."""
 
     def is_stepping(self) -> bool:
         """Whether a step may be running in a thread."""
@@ -76,6 +75,14 @@ class InFlight:
     action: Action
     received: Tensor | None
     output: Tensor
+
+
+def ignore(pipeline: Pipeline, action: Action) -> None:
+    """The observer of a pipeline that nobody watches."""
+
+
+def keep_output(output: Tensor) -> None:
+    """The output's memory stays until its backward."""
 
 
 class Pipeline:
@@ -91,9 +98,7 @@ class Pipeline:
     observe     (class attribute) called as observe(pipeline, action) after each action
     """
 
-    observe: ClassVar[Callable[[Pipeline, Action], object]] = lambda pipeline, action: (
-        None
-    )
+    observe: ClassVar[Callable[[Pipeline, Action], object]] = ignore
 
     def __init__(
         self,
@@ -105,43 +110,45 @@ class Pipeline:
         update: Update,
         *,
         recorder: Recorder | NoRecorder | None = None,
-        free_output: Callable[[Tensor], object] = lambda output: None,
+        free_output: Callable[[Tensor], object] = keep_output,
         defer_step: bool = False,
     ):
-        self.schedule, self.index = schedule, index
-        self.neighbours, self.stage, self.update = neighbours, stage, update
+        self.schedule = schedule
+        self.index = index
+        self.neighbours = neighbours
+        self.stage = stage
+        self.update = update
         self.recorder: Recorder | NoRecorder = recorder or NoRecorder()
         self.in_flight: deque[InFlight] = deque()
-        self._free_output, self._defer_step = free_output, defer_step
+        self._free_output = free_output
+        self._defer_step = defer_step
         self._deferred: Action | None = None
         self.use_shape(shape)
 
     def use_shape(self, shape: Shape) -> None:
         """From iteration `shape.first` on, when the pipeline is empty. ValueError for
         too few microbatches."""
-        schedule, neighbours, index = self.schedule, self.neighbours, self.index
-        if shape.microbatches < (needed := schedule.min_microbatches(shape.stages)):
+        schedule = self.schedule
+        neighbours = self.neighbours
+        needed = schedule.min_microbatches(shape.stages)
+        if shape.microbatches < needed:
             raise ValueError(
                 f"{schedule.name} needs at least {needed} microbatches with {shape.stages} stages, "
                 f"not {shape.microbatches}"
             )
         assert not self.in_flight, "microbatches of another shape are in flight"
         self.shape = shape
-        for sender, stage_index in (
-            (neighbours.activations_out, index),
-            (neighbours.gradients_out, index - 1),
+        senders = (neighbours.gradients_out, neighbours.activations_out)
+        receivers = (neighbours.activations_in, neighbours.gradients_in)
+        # the boundary to the stage before, and the one to the stage after
+        for upper, sender, receiver in zip(
+            (self.index - 1, self.index), senders, receivers
         ):
             if sender is not None:
-                sender.max_pending = schedule.max_in_flight(shape, stage_index) + 1
-        for receiver, boundary in (
-            (neighbours.activations_in, index - 1),
-            (neighbours.gradients_in, index),
-        ):
+                sender.max_pending = schedule.max_in_flight(shape, upper) + 1
             if receiver is not None:
-                upper, lower = (
-                    schedule.ahead(shape, boundary + side) for side in (0, 1)
-                )
-                receiver.prefetch_depth = max(upper - lower, 1)
+                ahead = schedule.ahead(shape, upper) - schedule.ahead(shape, upper + 1)
+                receiver.prefetch_depth = max(ahead, 1)
 
     def actions(self, iteration: int, index: int | None = None) -> list[Action]:
         """The schedule's list for this stage, or for the stage `index`."""
@@ -172,7 +179,8 @@ class Pipeline:
 
     def run_deferred_step(self) -> None:
         """The STEP that `run` has left out. RuntimeError if there is none."""
-        action, self._deferred = self._deferred, None
+        action = self._deferred
+        self._deferred = None
         if action is None:
             raise RuntimeError(
                 "the optimizer's step was called without an iteration of the schedule before it"
@@ -182,22 +190,18 @@ class Pipeline:
     def execute(self, action: Action) -> None:
         """One action of the list."""
         if action.kind == B and action.microbatch % self.shape.microbatches == 0:
-            self.update.begin_batch(action)
-        asked = start = self.recorder.mark()
+            batch = self.shape.batch(action.microbatch)
+            self.update.begin_batch(batch, action.version)
+        asked = self.recorder.mark()
+        start = asked
         if action.kind == F:
             start = self._forward(action)
         elif action.kind == B:
             start = self._backward(action)
         elif action.kind == REDUCE:
-            self.update.reduce(action, self._still_read(action))
+            self.update.end_batch(action.batch, self._still_read(action))
         else:
-            self.update.step(action)
-            for receiver in (
-                self.neighbours.activations_in,
-                self.neighbours.gradients_in,
-            ):
-                if receiver is not None:
-                    receiver.post_early()
+            self._step(action)
             # the step ran in its thread; this stage has only waited for it
             if self.schedule.late_step:
                 start = self.recorder.mark()
@@ -207,37 +211,40 @@ class Pipeline:
     def _announce_messages(self, iteration: int, prefetch: bool) -> None:
         """Announce to each receiver the messages that its neighbour's list sends, and
         how many this stage leaves."""
+        own = [action.kind for action in self.actions(iteration)]
         for receiver, neighbour, kind in (
             (self.neighbours.activations_in, self.index - 1, F),
             (self.neighbours.gradients_in, self.index + 1, B),
         ):
+            if receiver is None:
+                continue
+            theirs = [action.kind for action in self.actions(iteration, neighbour)]
+            receiver.prefetch = prefetch
+            if receiver.channel.occupies_device:
+                before_step = theirs[: theirs.index(STEP)] if STEP in theirs else theirs
+                receiver.hold_back(before_step.count(kind), self.update.is_stepping)
+            sent = theirs.count(kind)
+            carried_over = receiver.outstanding + sent - own.count(kind)
+            receiver.announce(sent, self.stage.receive_buffer, carried_over)
+
+    def _bind(self, action: Action) -> None:
+        self.update.bind(action.version, self.shape.batch(action.microbatch))
+
+    def _step(self, action: Action) -> None:
+        self.update.step(action.batch)
+        for receiver in (self.neighbours.activations_in, self.neighbours.gradients_in):
             if receiver is not None:
-                sent, taken = (
-                    sum(a.kind == kind for a in self.actions(iteration, i))
-                    for i in (neighbour, self.index)
-                )
-                receiver.prefetch = prefetch
-                if receiver.channel.occupies_device:
-                    before_step = itertools.takewhile(
-                        lambda a: a.kind != STEP, self.actions(iteration, neighbour)
-                    )
-                    receiver.hold_back(
-                        sum(a.kind == kind for a in before_step),
-                        self.update.is_stepping,
-                    )
-                carried_over = receiver.outstanding + sent - taken
-                receiver.announce(sent, self.stage.receive_buffer, carried_over)
+                receiver.post_early()
 
     def _forward(self, action: Action) -> Any:
-        """Returns the mark of the moment when its input had arrived; so does
-        `_backward`."""
-        receiver, sender = (
-            self.neighbours.activations_in,
-            self.neighbours.activations_out,
-        )
-        received = None if receiver is None else receiver.receive().requires_grad_()
+        """Returns the mark of the moment when its input had arrived."""
+        receiver = self.neighbours.activations_in
+        sender = self.neighbours.activations_out
+        received = None
+        if receiver is not None:
+            received = receiver.receive().requires_grad_()
         start = self.recorder.mark()
-        self.update.bind(action)
+        self._bind(action)
         output = self.stage.forward(action.microbatch, received)
         if sender is not None:
             sender.send(output.detach())
@@ -246,12 +253,14 @@ class Pipeline:
         return start
 
     def _backward(self, action: Action) -> Any:
+        """Returns the mark of the moment when its gradient had arrived."""
         flight = self.in_flight.popleft()
         assert flight.action[1:] == action[1:], f"{action} meets {flight.action}"
-        receiver, sender = self.neighbours.gradients_in, self.neighbours.gradients_out
+        receiver = self.neighbours.gradients_in
+        sender = self.neighbours.gradients_out
         gradient = None if receiver is None else receiver.receive()
         start = self.recorder.mark()
-        self.update.bind(action)
+        self._bind(action)
         input_gradient = self.stage.backward(
             action.microbatch, flight.received, flight.output, gradient
         )
@@ -265,8 +274,8 @@ class Pipeline:
     def _still_read(self, reduce: Action) -> set[int]:
         """Versions that microbatches in flight, or forwards of the next iteration, read
         after the batch's step."""
-        following = self.actions(reduce.batch + 1)
-        named = {
-            a.version for a in following if a.kind == F and a.version <= reduce.version
-        }
-        return named | {flight.action.version for flight in self.in_flight}
+        readers = [flight.action for flight in self.in_flight]
+        for action in self.actions(reduce.batch + 1):
+            if action.kind == F and action.version <= reduce.version:
+                readers.append(action)
+        return {action.version for action in readers}

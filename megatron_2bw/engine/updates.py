@@ -1,8 +1,8 @@
 """What happens to a batch's gradients: one `Update` each for the flush schedules,
 PipeDream and PipeDream-2BW.
 
-Invariant of `LateUpdate` (docs/design.md, [Note: the late step's window]): between a
-batch's REDUCE and its STEP the step's thread alone writes the reserved weight store and
+Invariant of `LateUpdate` (docs/design.md, [Note: the late step's window]): between the
+end of a batch and its step the step's thread alone writes the reserved weight store and
 reads the batch's gradients, not the training thread.
 """
 
@@ -20,7 +20,10 @@ from torch import Tensor
 from megatron_2bw.engine.streams import own_stream
 from megatron_2bw.engine.weights import WeightStores
 from megatron_2bw.engine.worker import Worker
-from megatron_2bw.schedules import Action
+
+
+def no_reduction(batch: int) -> None:
+    """The reduction of a model without data parallelism."""
 
 
 class InPlaceUpdate:
@@ -29,27 +32,28 @@ class InPlaceUpdate:
 
     step    reduces the gradients, steps the parameters and clears the gradients;
             returns whether it stepped
-    reduce  called with the batch's REDUCE action, before the step (Megatron's reduction
-            has its own place)
+    reduce  called with the batch before the step (Megatron's reduction has its own
+            place)
     """
 
     def __init__(
         self,
         step: Callable[[], bool],
-        reduce: Callable[[Action], object] = lambda action: None,
+        reduce: Callable[[int], object] = no_reduction,
     ):
-        self._step, self._reduce = step, reduce
+        self._step = step
+        self._reduce = reduce
 
-    def bind(self, action: Action) -> None:
+    def bind(self, version: int, batch: int) -> None:
         """The parameters are the only version."""
 
-    def begin_batch(self, action: Action) -> None:
+    def begin_batch(self, batch: int, version: int) -> None:
         """The gradients are cleared by the step."""
 
-    def reduce(self, action: Action, still_read: set[int]) -> None:
-        self._reduce(action)
+    def end_batch(self, batch: int, still_read: set[int]) -> None:
+        self._reduce(batch)
 
-    def step(self, action: Action) -> None:
+    def step(self, batch: int) -> None:
         self._step()
 
     def is_stepping(self) -> bool:
@@ -69,22 +73,77 @@ class StashedUpdate(InPlaceUpdate):
         self,
         stores: WeightStores,
         step: Callable[[], bool],
-        reduce: Callable[[Action], object] = lambda action: None,
+        reduce: Callable[[int], object] = no_reduction,
     ):
         super().__init__(step, reduce)
         self.stores = stores
         self._still_read: set[int] = set()
 
-    def bind(self, action: Action) -> None:
-        self.stores.bind(action.version)
+    def bind(self, version: int, batch: int) -> None:
+        self.stores.bind(version)
 
-    def reduce(self, action: Action, still_read: set[int]) -> None:
+    def end_batch(self, batch: int, still_read: set[int]) -> None:
         self._still_read = still_read
-        super().reduce(action, still_read)
+        super().end_batch(batch, still_read)
 
-    def step(self, action: Action) -> None:
+    def step(self, batch: int) -> None:
         with self.stores.writing(self._still_read) as write:
             write.stepped = bool(self._step())
+
+
+class PerBatch:
+    """What a stage holds for each weight version, or for each batch: here of nothing.
+
+    The training thread calls every method.
+    """
+
+    def bind(self, version: int, batch: int | None) -> None:
+        """Before a forward or a backward of `batch` on W(version); with None between
+        two iterations."""
+
+    def begin_batch(self, batch: int, version: int) -> None:
+        """Before the first backward of `batch`, which runs on W(version)."""
+
+    def end_batch(self, batch: int) -> Any:
+        """After the last backward of `batch`: what its step gets."""
+
+    def complete(self, batch: int, result: Any) -> None:
+        """The step of `batch` has made W(batch + 1), with this result."""
+
+
+class BatchStep(PerBatch):
+    """The step of a batch, and all that the batch leaves to it."""
+
+    def job(self, batch: int, target: int) -> Callable[[], Any]:
+        """In the place of `end_batch`: what the step's thread runs for `batch`. It
+        writes W(batch + 1) to the weight store `target`."""
+        raise NotImplementedError
+
+    def has_stepped(self, result: Any) -> bool:
+        """Whether the weight store holds new weights, by the job's result."""
+        return bool(result)
+
+
+class AutogradStep(BatchStep):
+    """The step of a function on the gradients that autograd has left in `param.grad`.
+
+    step  see `LateUpdate`
+    """
+
+    def __init__(
+        self,
+        stores: WeightStores,
+        step: Callable[[list[Tensor | None], list[Tensor]], bool],
+    ):
+        self._stores = stores
+        self._step = step
+
+    def job(self, batch: int, target: int) -> Callable[[], bool]:
+        gradients = [param.grad for param in self._stores.params]
+        for param in self._stores.params:
+            # the next batch accumulates into new memory: the second gradient slot
+            param.grad = None
+        return partial(self._step, gradients, self._stores.views(target))
 
 
 @dataclass(frozen=True)
@@ -108,6 +167,7 @@ class LateUpdate:
             the order of `stores.params`; a gradient is None if the parameter had none.
             It runs in the worker's thread, on a GPU in a stream of its own. Its
             collectives need process groups of their own, on NCCL in a `StepGroup`.
+            Or a `BatchStep`, which says itself what a batch leaves to its step.
 
     Bytes: the second gradient slot is the memory of `gradients`, which lives until
     `step` is complete.
@@ -117,36 +177,42 @@ class LateUpdate:
         self,
         stores: WeightStores,
         worker: Worker,
-        step: Callable[[list[Tensor | None], list[Tensor]], bool],
+        step: Callable[[list[Tensor | None], list[Tensor]], bool] | BatchStep,
     ):
-        self.stores, self.worker, self._step = stores, worker, step
+        self.stores = stores
+        self.worker = worker
+        if isinstance(step, BatchStep):
+            self._step = step
+        else:
+            self._step = AutogradStep(stores, step)
         self.pending: PendingStep | None = None
-        self.stream: torch.cuda.Stream | None = (
-            own_stream(worker.device) if worker.device.type == "cuda" else None
-        )
+        self._stream: torch.cuda.Stream | None = None
+        if worker.device.type == "cuda":
+            self._stream = own_stream(worker.device)
 
-    def bind(self, action: Action) -> None:
-        self.stores.bind(action.version)
+    def bind(self, version: int, batch: int) -> None:
+        self.stores.bind(version)
+        self._step.bind(version, batch)
 
-    def begin_batch(self, action: Action) -> None:
-        """The gradients of a batch start from None."""
+    def begin_batch(self, batch: int, version: int) -> None:
+        self._step.begin_batch(batch, version)
 
-    def reduce(self, action: Action, still_read: set[int]) -> None:
+    def end_batch(self, batch: int, still_read: set[int]) -> None:
         """Launch the step of the batch."""
         assert self.pending is None, (
             f"the step of batch {self.pending.batch} is still pending"
         )
         target = self.stores.reserve(still_read)
-        job = self._job(action, target)
-        ready = (
-            None if self.stream is None else torch.cuda.current_stream().record_event()
-        )
+        job = self._step.job(batch, target)
+        ready = None
+        if self._stream is not None:
+            ready = torch.cuda.current_stream().record_event()
         future = self.worker.submit(partial(self._run, job, ready))
-        self.pending = PendingStep(action.batch, target, future)
+        self.pending = PendingStep(batch, target, future)
 
-    def step(self, action: Action) -> None:
+    def step(self, batch: int) -> None:
         # else `sync_weights` has waited
-        if self.pending is not None and self.pending.batch == action.batch:
+        if self.pending is not None and self.pending.batch == batch:
             self.wait_step()
 
     def is_stepping(self) -> bool:
@@ -159,7 +225,8 @@ class LateUpdate:
         assert pending is not None, "no step is pending"
         result = pending.future.result()
         self.pending = None
-        self.stores.commit(pending.target, self._complete(result))
+        self._step.complete(pending.batch, result)
+        self.stores.commit(pending.target, self._step.has_stepped(result))
 
     def sync_weights(self) -> None:
         """Complete a pending step and bind the newest weights: before an evaluation, a
@@ -170,28 +237,16 @@ class LateUpdate:
 
     def bind_newest(self) -> None:
         self.stores.bind_newest()
-
-    def _job(self, action: Action, target: int) -> Callable[[], Any]:
-        """What the thread runs for the batch of `action`, a REDUCE."""
-        gradients = [param.grad for param in self.stores.params]
-        for param in self.stores.params:
-            # the next batch accumulates into new memory: the second gradient slot
-            param.grad = None
-        return lambda: self._step(gradients, self.stores.views(target))
+        self._step.bind(self.stores.newest, None)
 
     def _run(self, job: Callable[[], Any], ready: torch.cuda.Event | None) -> Any:
         """In the worker's thread: the job, from when the gradients are `ready` until
         the GPU has completed it."""
-        if self.stream is None or ready is None:
+        if self._stream is None or ready is None:
             return job()
-        with torch.cuda.stream(self.stream):
-            self.stream.wait_event(ready)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
             result = job()
             # the gradients' memory goes back to the training stream
-            self.stream.synchronize()
+            self._stream.synchronize()
         return result
-
-    def _complete(self, result: Any) -> bool:
-        """In the training thread, with the job's result: whether the target holds new
-        weights."""
-        return bool(result)

@@ -5,7 +5,7 @@ With the distributed optimizer these are the own shards. They lie on the device
 (--two-bw-gradient-slots shard) or on the host (`host_memory`). The step's thread copies
 portion by portion, in the order in which a backward writes.
 
-Invariant: a portion of the slot is the step's thread's from `hand_over` until it is
+Invariant: a portion of the slot is the step's thread's from `end_batch` until it is
 copied and zeroed, and the training thread's otherwise.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from megatron_2bw.base.portions import portions
+from megatron_2bw.engine.updates import PerBatch
 from megatron_2bw.mcore.grad_buffers import Slot
 from megatron_2bw.mcore.stage import Call
 
@@ -59,7 +60,7 @@ class Portion:
             self._copied.wait()
 
 
-class CompleteGradients:
+class CompleteGradients(PerBatch):
     """The gradients that a step reads, as a slot has them.
 
     call  of Megatron's schedule function, for its model
@@ -129,12 +130,11 @@ class CompleteGradients:
 
     # The training thread calls the following.
 
-    def begin_batch(self) -> None:
-        """Before the first backward of a batch."""
+    def begin_batch(self, batch: int, version: int) -> None:
         self._waiting = set(self._of)
 
-    def hand_over(self) -> None:
-        """After the last backward of a batch: the gradients are the step's."""
+    def end_batch(self, batch: int) -> None:
+        """The gradients are the step's."""
         for portion in chain(*self._portions.values()):
             portion.hand_over()
 

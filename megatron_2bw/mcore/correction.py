@@ -13,10 +13,16 @@ class Correction:
     factor: float = 0.0
     gradient: float = 0.0
 
+    def __bool__(self) -> bool:
+        return self != NO_CORRECTION
+
     def __str__(self) -> str:
         return f"{self.factor:g}" + (
             f" and gradient {self.gradient:g}" if self.gradient else ""
         )
+
+
+NO_CORRECTION = Correction()
 
 
 def parse(text: str) -> Correction:

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megatron_2bw.engine.updates import PerBatch
 
 
 class Slot:
@@ -26,10 +29,13 @@ class Slot:
     def __init__(
         self, buffers: list[Any], bucket_groups: list[Any], dense: tuple[int, int]
     ):
-        self.buffers, self.bucket_groups, self._dense = buffers, bucket_groups, dense
-        self.group_of = {
-            param: group for group in bucket_groups for param in group.params
-        }
+        self.buffers = buffers
+        self.bucket_groups = bucket_groups
+        self._dense = dense
+        self.group_of: dict[torch.nn.Parameter, Any] = {}
+        for group in bucket_groups:
+            for param in group.params:
+                self.group_of[param] = group
         self.main_grads: dict[torch.nn.Parameter, torch.Tensor] = {}
         for buffer in buffers:
             for param, (start, end, _) in buffer.param_index_map.items():
@@ -40,52 +46,44 @@ class Slot:
     ) -> Slot:
         """A second slot with the same layout, whose buffers `new` makes. Bytes: those
         of the gradients."""
-        buckets: dict[int, Any] = {}
+        twin_of: dict[int, Any] = {}  # by a bucket's id
         buffers = []
         for buffer in self.buffers:
             other = copy.copy(buffer)
             other.grad_data = new(buffer.grad_data)
             other.buckets = []
             for bucket in buffer.buckets:
-                buckets[id(bucket)] = part = copy.copy(bucket)
-                part.grad_data = other.grad_data[
-                    bucket.offset : bucket.offset + bucket.grad_data.numel()
-                ]
-                other.buckets.append(part)
+                end = bucket.offset + bucket.grad_data.numel()
+                other_bucket = copy.copy(bucket)
+                other_bucket.grad_data = other.grad_data[bucket.offset : end]
+                other.buckets.append(other_bucket)
+                twin_of[id(bucket)] = other_bucket
             buffers.append(other)
         groups = []
         for group in self.bucket_groups:
             other = copy.copy(group)
-            other.buckets = [buckets[id(bucket)] for bucket in group.buckets]
-            other.param_to_bucket = {
-                param: buckets[id(bucket)]
-                for param, bucket in group.param_to_bucket.items()
-            }
-            (
-                other.golden_per_param_grad_ready_counts,
-                other.per_param_grad_ready_counts,
-            ) = {}, {}
+            other.buckets = [twin_of[id(bucket)] for bucket in group.buckets]
+            other.param_to_bucket = {}
+            for param, bucket in group.param_to_bucket.items():
+                other.param_to_bucket[param] = twin_of[id(bucket)]
+            other.golden_per_param_grad_ready_counts = {}
+            other.per_param_grad_ready_counts = {}
             other.cached_grad_buffer_shard_list = [None] * len(other.buckets)
             groups.append(other)
         for group, other in zip(self.bucket_groups, groups):
             previous = group.previous_grad_reduce_bucket_group
             if previous is not None:
-                other.previous_grad_reduce_bucket_group = groups[
-                    self.bucket_groups.index(previous)
-                ]
+                number = self.bucket_groups.index(previous)
+                other.previous_grad_reduce_bucket_group = groups[number]
         return Slot(buffers, groups, self._dense)
 
     def install(self, ddp: Any) -> None:
         """Let Megatron's wrapper reduce and zero this slot."""
         buffers, groups = self._dense
-        ddp.buffers, ddp.expert_parallel_buffers = (
-            self.buffers[:buffers],
-            self.buffers[buffers:],
-        )
-        ddp.bucket_groups, ddp.expert_parallel_bucket_groups = (
-            self.bucket_groups[:groups],
-            self.bucket_groups[groups:],
-        )
+        ddp.buffers = self.buffers[:buffers]
+        ddp.expert_parallel_buffers = self.buffers[buffers:]
+        ddp.bucket_groups = self.bucket_groups[:groups]
+        ddp.expert_parallel_bucket_groups = self.bucket_groups[groups:]
         ddp.param_to_bucket_group = self.group_of
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
@@ -99,7 +97,12 @@ class Slot:
             buffer.scale_gradients(scaling_factor)
 
 
-class GradientSlots:
+def same_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a slot that shares the first one's."""
+    return tensor
+
+
+class GradientSlots(PerBatch):
     """`count` slots for the gradients of `ddp`, Megatron's DistributedDataParallel.
 
     groups the process groups to reduce over; nothing else may use them in the training
@@ -117,43 +120,46 @@ class GradientSlots:
         first: int = 0,
         shared: bool = False,
     ):
-        bucket_groups = use_groups(ddp, groups, lambda bucket_group: bucket_group)
-        self._ddp, self._first = ddp, first
-        self._slots = [
-            Slot(
-                all_buffers(ddp),
-                bucket_groups,
-                (len(ddp.buffers), len(ddp.bucket_groups)),
-            )
-        ]
-        new = (lambda data: data) if shared else torch.zeros_like
-        self._slots += [self._slots[0].twin(new) for _ in range(1, count)]
-        self._bound = self._slots[0]
-        self._zero, self._zeroed, self._shared = ddp.zero_grad_buffer, False, shared
+        bucket_groups = all_bucket_groups(ddp)
+        use_groups(bucket_groups, groups)
+        self._ddp = ddp
+        self._first = first
+        own = Slot(
+            all_buffers(ddp),
+            [*chain(*bucket_groups)],
+            dense=(len(ddp.buffers), len(ddp.bucket_groups)),
+        )
+        new = same_memory if shared else torch.zeros_like
+        self._slots = [own] + [own.twin(new) for _ in range(1, count)]
+        self._bound = own
+        self._zero = ddp.zero_grad_buffer
+        self._zeroed = False
+        self._shared = shared
         # Megatron's training step zeroes the buffer before an iteration; with one slot
         # that is too early.
-        ddp.zero_grad_buffer = lambda: None
+        ddp.zero_grad_buffer = do_nothing
 
     def gradients_of(self, batch: int) -> Slot:
         """The slot of a batch."""
         return self._slots[(batch - self._first) % len(self._slots)]
 
-    def bind(self, batch: int) -> None:
+    def bind(self, version: int, batch: int | None) -> None:
         """Point the parameters' main_grad to the slot of `batch`, before a forward or a
         backward of it.
 
         The forward too: kernels that accumulate the weight's gradient themselves note
         its main_grad there.
         """
+        if batch is None:
+            return
         slot = self.gradients_of(batch)
         if slot is not self._bound:
             for param, gradient in slot.main_grads.items():
                 param.main_grad = gradient
             self._bound = slot
 
-    def begin_batch(self, batch: int) -> None:
-        """Before the first backward of `batch`: Megatron's wrapper reduces its slot,
-        which starts from zero."""
+    def begin_batch(self, batch: int, version: int) -> None:
+        """Megatron's wrapper reduces the slot of `batch`, which starts from zero."""
         slot = self.gradients_of(batch)
         slot.install(self._ddp)
         if not self._zeroed:
@@ -165,6 +171,9 @@ class GradientSlots:
         for bucket_group in slot.bucket_groups:
             bucket_group.reset()
 
+    def end_batch(self, batch: int) -> Slot:
+        return self.gradients_of(batch)
+
     def stash(
         self, params: Sequence[torch.nn.Parameter], values: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
@@ -174,14 +183,12 @@ class GradientSlots:
         Only when every batch that has begun is stepped. A gradient has at least as many
         bytes as its parameter.
         """
-        grads, self._zeroed = self._slots[0].main_grads, False
-        places = [
-            grads[param].view(-1).view(value.dtype)[: value.numel()]
-            for param, value in zip(params, values)
-        ]
-        return [
-            place.view(value.shape).copy_(value) for place, value in zip(places, values)
-        ]
+        self._zeroed = False
+        copies = []
+        for param, value in zip(params, values):
+            memory = self._slots[0].main_grads[param].view(-1).view(value.dtype)
+            copies.append(memory[: value.numel()].view(value.shape).copy_(value))
+        return copies
 
 
 def all_buffers(ddp: Any) -> list[Any]:
@@ -190,27 +197,26 @@ def all_buffers(ddp: Any) -> list[Any]:
     return [*ddp.buffers, *ddp.expert_parallel_buffers]
 
 
-def use_groups(
-    ddp: Any,
-    groups: tuple[dist.ProcessGroup, ...],
-    of: Callable[[Any], Any] = copy.copy,
-) -> list[Any]:
-    """All bucket groups of Megatron's wrapper, made by `of`, which communicate over
-    `groups`.
+def all_bucket_groups(ddp: Any) -> tuple[list[Any], list[Any]]:
+    """The bucket groups of Megatron's wrapper: those of dense parameters, and those of
+    experts that are split over ranks."""
+    return ddp.bucket_groups, ddp.expert_parallel_bucket_groups
 
-    groups: for dense parameters, and for experts that are split over ranks; each has
-    the same ranks as Megatron's.
-    """
-    found = []
-    for bucket_groups, group in zip(
-        (ddp.bucket_groups, ddp.expert_parallel_bucket_groups), groups
-    ):
-        for bucket_group in map(of, bucket_groups):
-            found.append(bucket_group)
+
+def use_groups(
+    bucket_groups: tuple[list[Any], list[Any]], groups: tuple[dist.ProcessGroup, ...]
+) -> None:
+    """Let bucket groups communicate over `groups`: of dense parameters, and of experts
+    that are split over ranks. Each has the same ranks as Megatron's."""
+    for own, group in zip(bucket_groups, groups):
+        for bucket_group in own:
             for name in (
                 "data_parallel_group",
                 "intra_distributed_optimizer_instance_group",
             ):
                 if hasattr(bucket_group, name):
                     setattr(bucket_group, name, group)
-    return found
+
+
+def do_nothing(*_: Any, **__: Any) -> None:
+    """In the place of a method of Megatron's that this project calls itself."""

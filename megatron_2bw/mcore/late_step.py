@@ -22,37 +22,34 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core import mpu
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
-from megatron_2bw.engine.streams import own_stream
-from megatron_2bw.engine.updates import LateUpdate
+from megatron_2bw.engine.recorder import Marks
+from megatron_2bw.engine.updates import BatchStep, PerBatch
 from megatron_2bw.engine.weights import WeightStores
-from megatron_2bw.engine.worker import Worker
-from megatron_2bw.mcore import cpu
 from megatron_2bw.mcore.checkpoints.optimizer_state import is_emerging
-from megatron_2bw.mcore.checkpoints.state import RunState
+from megatron_2bw.mcore.checkpoints.state import RunState, written_here
 from megatron_2bw.mcore.complete_gradients import CompleteGradients
-from megatron_2bw.mcore.correction import Correction
-from megatron_2bw.mcore.grad_buffers import GradientSlots, Slot
+from megatron_2bw.mcore.correction import NO_CORRECTION, Correction
+from megatron_2bw.mcore.grad_buffers import GradientSlots, Slot, do_nothing
 from megatron_2bw.mcore.host_memory import HostMemory, empty_pages, settle
 from megatron_2bw.mcore.loss_scales import LossScales
 from megatron_2bw.mcore.options import RunOptions
 from megatron_2bw.mcore.proxies import Proxies, thread_local_matmul_precision
 from megatron_2bw.mcore.routers import RouterBatch, Routers
-from megatron_2bw.mcore.stage import Call
-from megatron_2bw.mcore.stage_times import StageStats
+from megatron_2bw.mcore.stage import Call, MegatronStage
+from megatron_2bw.mcore.stage_times import StageClock, StageStats
 from megatron_2bw.mcore.step_groups import Groups
 from megatron_2bw.mcore.working_copy import WorkingCopy, own_mains
-from megatron_2bw.schedules import Action, Schedule, Shape
+from megatron_2bw.schedules import Schedule
 
 # Seconds that the step's thread may hold Python's lock while the training thread wants
 # to launch its next kernel.
@@ -60,305 +57,366 @@ SWITCH_INTERVAL = 5e-4
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """One batch's step, the same on all ranks of a pipeline."""
-
-    batch: int
-    # False: an inf or nan was found, or the norm was above --grad-norm-skip-threshold
-    stepped: bool
-    grad_norm: float | None
-    zeros: int | None  # zeros in the gradients, with --log-num-zeros-in-grad
-    loss_scale: float  # after the step
-    learning_rate: float | None  # after the step
-    stages: tuple[StageStats, ...]
-    exit_requested: bool  # by any rank of the world
-    save_complete: bool  # all ranks have written their parts of a checkpoint
-    losses: RouterBatch | None = None  # auxiliary ones, which are summed
-
-
-@dataclass(frozen=True)
 class Job:
     """A batch's step, as the training thread hands it over.
 
     target      the weight store that it writes
+    slot        the batch's gradients
     scale       of the batch's losses
+    routers     of a mixture of experts; and the losses of --mtp-num-layers
     tokens      unmasked tokens of the batch on this stage, an int tensor of one
                 element, with per-token loss
-    stats       called in the step's thread
-    routers     of a mixture of experts; and the losses of --mtp-num-layers
-    correction  of the working copy of W(batch + 1); None if batches without delay read
-                W(batch + 1)
+    samples     of the batch, on all pipelines
+    marks       what the stage has done since the batch before
+    wants_exit  whether this rank wants the run to end
+    correction  of the working copy of W(batch + 1); NO_CORRECTION if batches without
+                delay read W(batch + 1)
     """
 
     batch: int
     target: int
     slot: Slot
     scale: torch.Tensor
-    wants_exit: bool
     routers: RouterBatch | None
     tokens: torch.Tensor | None
-    stats: Callable[[], StageStats]
-    correction: Correction | None
+    samples: int
+    marks: Marks
+    wants_exit: bool
+    correction: Correction
 
 
-class LateStep(LateUpdate):
-    """The update of one stage.
+@dataclass(frozen=True)
+class StepResult:
+    """One batch's step, the same on all ranks of a pipeline but for `scale` and
+    `losses`.
+
+    stepped        False: an inf or nan was found, or the norm was above
+                   --grad-norm-skip-threshold
+    zeros          zeros in the gradients, with --log-num-zeros-in-grad
+    scale          the loss scale after the step, as a tensor; loss_scale: as a number
+    learning_rate  after the step
+    exit_requested by any rank of the world
+    save_complete  all ranks have written their parts of a checkpoint
+    losses         auxiliary ones, which are summed
+    correction     of the working copy in the store
+    """
+
+    batch: int
+    stepped: bool
+    grad_norm: float | None
+    zeros: int | None
+    loss_scale: float
+    learning_rate: float | None
+    stages: tuple[StageStats, ...]
+    exit_requested: bool
+    save_complete: bool
+    losses: RouterBatch | None = None
+    scale: torch.Tensor | None = None
+    correction: Correction = NO_CORRECTION
+
+
+class LateStep(BatchStep):
+    """Megatron's step of one stage, and the owner of all that it needs of each batch.
+
+    What has versions or batches is a `PerBatch`: `_slots` the gradients, `_scales` the
+    loss scales, `_routers` what experts count, `_working` the working copy. All are
+    told of each bind, begin and completion together.
 
     schedule    the stage's; one with a late step
-    shape       of the pipeline and the run
+    options     of the run: timeout, correction, wants_exit, host
+    resume      what the run resumes from
+    stage       the model, which knows the batch's tokens
+    clock       of the stage's actions
     stores      the weight versions; the newest must be the ones to start with
     call        of Megatron's schedule function, for its model and process groups
     optimizer   Megatron's optimizer; its `zero_grad` and `get_loss_scale` are answered
                 from here from now on, its `step` and `scale_loss` by the runtime
     scheduler   Megatron's OptimizerParamScheduler; stepped here from now on, after each
                 batch that was not skipped
-    options     of the runtime: timeout, correction, wants_exit
-    resume      what the run resumes from
+
+    results     of the steps that are complete, for the log
+    has_run     a step was not skipped, so that all its kernels have run once
+    compiles    the first step is compiled. Compiling resets the random generators to
+                their states before it, whatever the training thread has drawn meanwhile
     """
 
     def __init__(
         self,
+        *,
         schedule: Schedule,
-        shape: Shape,
+        options: RunOptions,
+        resume: RunState,
+        stage: MegatronStage,
+        clock: StageClock,
         stores: WeightStores,
         call: Call,
         optimizer: Any,
         scheduler: Any,
-        options: RunOptions,
-        resume: RunState,
-        *,
-        end_batch: Callable[
-            [int],
-            tuple[torch.Tensor | None, Callable[[], StageStats], Correction | None],
-        ],
-        complete: Callable[[StepResult], object],
-        save_pending: Callable[[], bool | None] | None = None,
     ):
-        """Every rank must make one at the same time, for its process groups.
+        """Every rank must make one at the same time, for its process groups."""
+        self.results: deque[StepResult] = deque()
+        self.has_run = False
+        self._schedule = schedule
+        self._options = options
+        self._stage = stage
+        self._clock = clock
+        self._stores = stores
+        self._optimizer = optimizer
+        self._parts = getattr(optimizer, "chained_optimizers", [optimizer])
+        self._correction = NO_CORRECTION  # of the newest working copy
+        self.compiles = any(is_emerging(part.optimizer) for part in self._parts)
+        self._make_parts(call, resume)
+        self._take_over(optimizer, scheduler)
+        interval = min(sys.getswitchinterval(), SWITCH_INTERVAL)
+        sys.setswitchinterval(interval)
 
-        end_batch     called at each REDUCE; returns the last three fields of the
-                      batch's Job
-        complete      called in the training thread with each result
-        save_pending  whether this rank has written its part of the checkpoint; None, on
-                      all ranks, if none is saved
-        """
-        device = next(call.model.parameters()).device
-        parts = list(getattr(optimizer, "chained_optimizers", [optimizer]))
-        super().__init__(
-            stores,
-            Worker("2bw step", device, cpu.answering),
-            step=lambda gradients, target: False,
-        )
-        self._optimizer, self._parts = optimizer, parts
-        self.use_shape(shape, call)
-        host, experts = options.host, call.config.num_moe_experts is not None
-        expert_group = call.model.expt_dp_group if experts else None
+    def _make_parts(self, call: Call, resume: RunState) -> None:
+        options = self._options
+        stores = self._stores
+        first = stores.newest  # the first batch, whose weights are W(first)
+        experts = call.config.num_moe_experts is not None
         self._groups = Groups(
-            call.groups, device, options.timeout, parts, host, expert_group
+            call.groups,
+            next(call.model.parameters()).device,
+            options.timeout,
+            self._parts,
+            options.host,
+            call.model.expt_dp_group if experts else None,
         )
-        counts = experts or call.config.mtp_num_layers
-        self.routers = (
-            Routers(call.model, call.config, shape.first, resume.shadow)
-            if counts
-            else None
-        )
-        shard = schedule.gradient_slots == "shard"
-        slots = 2 if shard else schedule.gradient_slots
+        self._routers: Routers | None = None
+        if experts or call.config.mtp_num_layers:
+            self._routers = Routers(call.model, call.config, first, resume.shadow)
+        shard = self._schedule.gradient_slots == "shard"
         self._slots = GradientSlots(
-            call.model, slots, self._groups.data, shape.first, shared=host or shard
+            call.model,
+            2 if shard else self._schedule.gradient_slots,
+            self._groups.data,
+            first,
+            shared=options.host or shard,
         )
-        correction = options.correction
-        mains = (
-            own_mains(stores, empty_pages if host else torch.empty_like)
-            if host or correction is not None
-            else {}
-        )
-        if host:
-            settle(parts)
+        corrects = options.correction is not None
+        mains: dict[torch.nn.Parameter, torch.Tensor] = {}
+        if options.host:
+            mains = own_mains(stores, empty_pages)
+            settle(self._parts)
+        elif corrects:
+            mains = own_mains(stores)
+        slot = self._slots.gradients_of(first)
+        self._host: HostMemory | None = None
+        self._complete_gradients: CompleteGradients | None = None
+        if options.host:
+            self._host = HostMemory(call, stores, slot, mains, inside=not corrects)
+            self._complete_gradients = self._host
+        elif shard:
+            self._complete_gradients = CompleteGradients(call, slot, torch.zeros_like)
         self._proxies = Proxies(
-            call.model, parts, stores, self._groups.data, mains, host
+            call.model, self._parts, stores, self._groups.data, mains, self._host
         )
-        slot = self._slots.gradients_of(shape.first)
-        self.host = (
-            HostMemory(call, stores, slot, mains, correction is None) if host else None
-        )
-        self.complete = (
-            CompleteGradients(call, slot, torch.zeros_like) if shard else self.host
-        )
-        self._proxies.host = self.host
-        self.working: WorkingCopy | None = None
-        if correction is not None:
-            saved = resume.working if schedule.reads_late(shape.first) else {}
-            takes_gradients = correction(shape.microbatches).gradient != 0
-            self.working = WorkingCopy(
-                parts, stores, self._slots, self._proxies, takes_gradients, saved
+        self._working: WorkingCopy | None = None
+        if corrects:
+            correction = options.correction(call.num_microbatches)
+            self._working = WorkingCopy(
+                self._parts,
+                stores,
+                self._slots,
+                self._proxies,
+                takes_gradients=correction.gradient != 0,
+                saved=resume.working if self._schedule.reads_late(first) else {},
             )
-        self.scales = LossScales(parts, shape.first, resume.loss_scale)
-        self._end_batch, self._report = end_batch, complete
-        self._wants_exit, self._save_pending = options.wants_exit, save_pending
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
-        self.stream = own_stream(device)  # on the CPU a stand-in
-        # a step was not skipped, so that all its kernels have run once
-        self.has_stepped = False
-        # Its first step is compiled, and compiling resets the random generators to
-        # their states before it, whatever the training thread has drawn meanwhile.
-        self.compiles = any(is_emerging(part.optimizer) for part in parts)
-        self._precision = (
-            thread_local_matmul_precision if self.compiles else contextlib.nullcontext
-        )
-        self._attach(optimizer, scheduler)
+        self._scales = LossScales(self._parts, first, resume.loss_scale)
+        self._per_batch: list[PerBatch] = [self._slots, self._scales]
+        for part in (self._complete_gradients, self._routers, self._working):
+            if part is not None:
+                self._per_batch.append(part)
 
-    def _attach(self, optimizer: Any, scheduler: Any) -> None:
+    def _take_over(self, optimizer: Any, scheduler: Any) -> None:
+        """Keep Megatron's methods that the step calls, and replace them: when the
+        training loop calls them, another batch's gradients are under way."""
         self._megatron = SimpleNamespace(
             step=type(optimizer).step.__get__(optimizer),
             zero_grad=optimizer.zero_grad,
-            schedule=scheduler.step,
+            advance=scheduler.step,
         )
         for part in self._parts:
+            group = part.get_grad_stats_parallel_group()
             part.grad_stats_parallel_group = self._groups.twin_of(
-                part.get_grad_stats_parallel_group() or torch.distributed.group.WORLD
+                group or torch.distributed.group.WORLD
             )
-        for part in {id(part): part for part in (*self._parts, optimizer)}.values():
+        for part in {*self._parts, optimizer}:
             # they wait for the whole GPU; the trace shows more
             part.config.timers = None
             if hasattr(part, "start_param_sync_for_bucket_group_subset"):
                 part.start_param_sync_for_bucket_group_subset = self._proxies.gather
-        # When the training step calls these, another batch's gradients are under way.
-        optimizer.zero_grad = lambda set_to_none=True: None
-        optimizer.get_loss_scale = lambda: torch.tensor(
-            [self.scales.logged], device="cpu"
-        )
-        scheduler.step = lambda increment: None
+        optimizer.zero_grad = do_nothing
+        optimizer.get_loss_scale = self._logged_scale
+        scheduler.step = do_nothing
 
     # The training thread calls the following.
 
-    def use_shape(self, shape: Shape, call: Call) -> None:
-        """From batch `shape.first` on; no step may be pending."""
-        self._shape = shape
-        self._increment = (
-            shape.microbatches
-            * call.micro_batch_size
-            * mpu.get_data_parallel_world_size()
+    def bind(self, version: int, batch: int | None) -> None:
+        for part in self._per_batch:
+            part.bind(version, batch)
+
+    def begin_batch(self, batch: int, version: int) -> None:
+        for part in self._per_batch:
+            part.begin_batch(batch, version)
+
+    def job(self, batch: int, target: int) -> Callable[[], StepResult]:
+        ended = self._stage.end_batch(batch)
+        self._correction = NO_CORRECTION
+        if self._working is not None and self._schedule.reads_late(batch + 1):
+            self._correction = self._options.correction(ended.next_microbatches)
+        if self._complete_gradients is not None:
+            self._complete_gradients.end_batch(batch)
+        wants_exit = self._options.wants_exit
+        job = Job(
+            batch=batch,
+            target=target,
+            slot=self._slots.end_batch(batch),
+            scale=self._scales.end_batch(batch),
+            routers=self._routers.end_batch(batch) if self._routers else None,
+            tokens=ended.tokens,
+            samples=ended.samples,
+            marks=self._clock.marks(),
+            wants_exit=wants_exit is not None and wants_exit(),
+            correction=self._correction,
+        )
+        return partial(self.run_job, job)
+
+    def complete(self, batch: int, result: StepResult) -> None:
+        for part in self._per_batch:
+            part.complete(batch, result)
+        self.has_run |= result.stepped
+        self.results.append(result)
+
+    def has_stepped(self, result: StepResult) -> bool:
+        """With a working copy a skipped step writes the store too."""
+        return result.stepped or self._working is not None
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the scale of its batch."""
+        return self._scales.scale_loss(loss)
+
+    def show_true_weights(self) -> None:
+        """Until `show_working_weights`: the store of the newest weights holds W, not
+        W'. No step may be pending."""
+        if self._working is not None:
+            self._working.swap_in_true_weights()
+
+    def show_working_weights(self) -> None:
+        """Before a batch."""
+        if self._working is not None:
+            self._working.restore()
+
+    def state(self, version: int) -> RunState:
+        """What the run resumes from; its next batch runs on W(version). No step may be
+        pending."""
+        stores = self._stores
+        shadow = dict(zip(stores.params, stores.values(stores.newest - 1)))
+        if self._routers is not None:
+            shadow |= self._routers.shadow(stores.newest)
+        return RunState(
+            shadow=shadow,
+            loss_scale=self._scales.of(version),
+            working=self._working.values() if self._working is not None else {},
+            correction=self._correction or None,
+            sync_iterations=self._schedule.sync_iterations,
         )
 
-    def bind(self, action: Action) -> None:
-        """Weights and gradient slot of a microbatch."""
-        super().bind(action)
-        batch = self._shape.batch(action.microbatch)
-        self._slots.bind(batch)
-        if self.routers is not None:
-            self.routers.bind(action.version, batch)
+    def _logged_scale(self) -> torch.Tensor:
+        return torch.tensor([self._scales.logged], device="cpu")
 
-    def bind_newest(self) -> None:
-        super().bind_newest()
-        if self.routers is not None:
-            self.routers.bind(self.stores.newest)
+    # The rest runs in the step's thread.
 
-    def begin_batch(self, action: Action) -> None:
-        """The batch's gradients start from zero, its losses have one scale."""
-        self._slots.begin_batch(self._shape.batch(action.microbatch))
-        if self.complete is not None:
-            self.complete.begin_batch()
-        self.scales.begin_batch(action.version)
-
-    def defer(self, job: Callable[[], None]) -> Future:
-        """Run `job` in the step's thread after the pending step."""
-        return self.worker.submit(job)
-
-    def _job(self, action: Action, target: int) -> Callable[[], Any]:
-        batch = action.batch
-        end, slot = self._end_batch(batch), self._slots.gradients_of(batch)
-        if self.complete is not None:
-            self.complete.hand_over()
-        wants_exit = self._wants_exit is not None and self._wants_exit()
-        routers = None if self.routers is None else self.routers.end_batch(batch)
-        return partial(
-            self.run_job,
-            Job(batch, target, slot, self.scales.current, wants_exit, routers, *end),
-        )
-
-    def _complete(self, result: tuple[Job, StepResult, torch.Tensor]) -> bool:
-        job, outcome, scale = result
-        if self.working is not None:
-            self.working.in_store = job.correction is not None
-        self.scales.complete(job.batch + 1, scale, outcome.loss_scale)
-        if self.routers is not None and job.routers is not None:
-            self.routers.complete(job.batch, job.routers)
-        self.has_stepped |= outcome.stepped
-        self._report(outcome)
-        return outcome.stepped or self.working is not None
-
-    # The rest runs in the worker's thread.
-
-    def run_job(self, job: Job) -> tuple[Job, StepResult, torch.Tensor]:
+    def run_job(self, job: Job) -> StepResult:
         """The step of one batch."""
-        proxies, host = self._proxies, self.host
         with torch.no_grad(), contextlib.ExitStack() as on_host:
-            views = self.stores.views(job.target) if host is None else host.views
-            proxies.point_to(views)
-            proxies.use_gradients(self.complete or job.slot)
-            if self.routers is not None and job.routers is not None:
-                proxies.model.routers = job.routers.modules
-                self.routers.reduce_losses(
-                    job.routers, self._groups.megatron, self._groups.twin_of
-                )
-            if self.complete is None:
-                job.slot.finish_grad_sync()
-            else:
-                self.complete.take(job.slot)
-            if host is not None:
-                on_host.enter_context(host.inside())
-            if (
-                proxies.model.share_embeddings_and_output_weights
-                or proxies.model.config.mtp_num_layers
-            ):
-                self._groups.align_embedding_ranks()
-            proxies.model.config.finalize_model_grads_func(
-                [proxies.model],
-                job.tokens
-                if host is None or job.tokens is None
-                else job.tokens.to("cpu"),
-                pg_collection=self._groups.megatron,
-            )
-            stats = job.stats()
-            stages = self._groups.gather_over_pipeline(
-                [stats.waited, stats.elapsed, stats.memory]
-            )
+            views = self._stores.views(job.target)
+            if self._host is not None:
+                views = self._host.views
+            self._proxies.point_to(views)
+            self._reduce(job)
+            if self._host is not None:
+                on_host.enter_context(self._host.inside())
+            self._finalize(job)
+            stages = self._exchange_stats(job)
             # before the step: it waits for no rank then
             exit_requested, save_complete = self._ask_all(job.wants_exit)
-            with (
-                proxies.in_optimizer(job.target),
-                self.scales.unscaling_by(job.scale),
-                self._precision(),
-            ):
-                stepped, grad_norm, zeros = self._megatron_step(job, views)
-                self._megatron.zero_grad()
-            if host is not None:
-                host.give(self.stores.views(job.target))
-            if stepped:
-                self._megatron.schedule(increment=self._increment)
-            scale = self.scales.now()
-            norm = None if grad_norm is None else float(grad_norm)
-            after = (
-                float(scale),
-                get_canonical_lr_for_logging(self._optimizer.param_groups),
+            stepped, norm, zeros = self._step(job, views)
+            scale = self._scales.now()
+            return StepResult(
+                batch=job.batch,
+                stepped=bool(stepped),
+                grad_norm=None if norm is None else float(norm),
+                zeros=zeros,
+                loss_scale=float(scale),
+                learning_rate=get_canonical_lr_for_logging(
+                    self._optimizer.param_groups
+                ),
+                stages=stages,
+                exit_requested=exit_requested,
+                save_complete=save_complete,
+                losses=job.routers,
+                scale=scale,
+                correction=job.correction,
             )
-            reports = tuple(StageStats(*stage) for stage in stages)
-            known = *after, reports, exit_requested, save_complete, job.routers
-            return job, StepResult(job.batch, bool(stepped), norm, zeros, *known), scale
 
-    def _megatron_step(
-        self, job: Job, views: list[torch.Tensor]
-    ) -> tuple[bool, Any, Any]:
-        """Megatron's step, into the job's weight store, whose parameters are
-        `views`."""
-        if self.working is not None:
-            return self.working.step(
-                self._megatron.step, views, job.correction or Correction()
+    def _reduce(self, job: Job) -> None:
+        """The data-parallel reduction, and the sums of what the routers count."""
+        proxies = self._proxies
+        proxies.use_gradients(self._complete_gradients or job.slot)
+        if self._routers is not None:
+            proxies.model.routers = job.routers.modules
+            self._routers.reduce_losses(
+                job.routers, self._groups.megatron, self._groups.twin_of
             )
-        if self.host is None:
-            self.stores.prepare(job.target)
-        return self._megatron.step()
+        if self._complete_gradients is not None:
+            self._complete_gradients.take(job.slot)
+        else:
+            job.slot.finish_grad_sync()
+
+    def _finalize(self, job: Job) -> None:
+        """Tied embeddings, layer norms, division by the token count: Megatron's own
+        finalize function."""
+        model = self._proxies.model
+        if model.share_embeddings_and_output_weights or model.config.mtp_num_layers:
+            self._groups.align_embedding_ranks()
+        tokens = job.tokens
+        if self._host is not None and tokens is not None:
+            tokens = tokens.to("cpu")
+        model.config.finalize_model_grads_func(
+            [model], tokens, pg_collection=self._groups.megatron
+        )
+
+    def _exchange_stats(self, job: Job) -> tuple[StageStats, ...]:
+        own = self._clock.stats(job.marks)
+        rows = self._groups.gather_over_pipeline([own.waited, own.elapsed, own.memory])
+        return tuple(StageStats(*row) for row in rows)
+
+    def _step(self, job: Job, views: Sequence[torch.Tensor]) -> tuple[Any, Any, Any]:
+        """Clip, step, copy and gather: Megatron's own step, into the job's weight
+        store, whose parameters are `views`. Returns what Megatron's does."""
+        precision = contextlib.nullcontext()
+        if self.compiles:
+            precision = thread_local_matmul_precision()
+        with (
+            self._proxies.in_optimizer(job.target),
+            self._scales.unscaling_by(job.scale),
+            precision,
+        ):
+            if self._working is not None:
+                step = self._megatron.step
+                result = self._working.step(step, views, job.correction)
+            else:
+                if self._host is None:
+                    self._stores.prepare(job.target)
+                result = self._megatron.step()
+            self._megatron.zero_grad()
+        if self._host is not None:
+            self._host.give(self._stores.views(job.target))
+        if result[0]:
+            self._megatron.advance(increment=job.samples)
+        return result
 
     def _ask_all(self, wants_exit: bool) -> tuple[bool, bool]:
         """Whether any rank of the world wants to exit, and whether all have written
@@ -366,8 +424,8 @@ class LateStep(LateUpdate):
 
         No traffic if no rank can answer.
         """
-        written = None if self._save_pending is None else self._save_pending()
-        if self._wants_exit is None and written is None:
+        written = written_here()
+        if self._options.wants_exit is None and written is None:
             return False, False
         exit_requested, unwritten = self._groups.any_rank(wants_exit, not written)
         return exit_requested, written is not None and not unwritten

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from megatron_2bw.engine.updates import PerBatch
 
-class LossScales:
+
+class LossScales(PerBatch):
     """The loss scales by the weight version on which a batch runs.
 
     A batch is scaled as the step left it that made its weights: the newest that is
@@ -23,12 +25,11 @@ class LossScales:
 
     def __init__(self, parts: Sequence[Any], first: int, saved: float | None = None):
         self._parts = parts
+        scalers = [getattr(part, "grad_scaler", None) for part in parts]
         # Each scaler's first scale is memory of the training stream. The step's thread
         # replaces it, right after it has launched the kernel that reads it: the
         # training thread must not get its memory.
-        self._first = [
-            getattr(getattr(part, "grad_scaler", None), "scale", None) for part in parts
-        ]
+        self._first = [getattr(scaler, "scale", None) for scaler in scalers]
         scale = self.now()
         shadow = scale if saved is None else torch.full_like(scale, saved)
         self._by_version = {first - 1: shadow, first: scale}
@@ -40,14 +41,13 @@ class LossScales:
         part = self._parts[0]
         return type(part).get_loss_scale(part).clone()
 
-    def begin_batch(self, version: int) -> None:
-        """Before the first backward of a batch that runs on W(version)."""
-        self._by_version = {
-            other: scale
-            for other, scale in self._by_version.items()
-            if other >= version
-        }
+    def begin_batch(self, batch: int, version: int) -> None:
+        for older in [other for other in self._by_version if other < version]:
+            del self._by_version[older]
         self.current = self._by_version[version]
+
+    def end_batch(self, batch: int) -> torch.Tensor:
+        return self.current
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """A loss of the batch that `begin_batch` was last called for, times its
@@ -60,9 +60,10 @@ class LossScales:
         before. No step may be pending."""
         return float(self._by_version[version])
 
-    def complete(self, version: int, scale: torch.Tensor, logged: float) -> None:
-        """The step that made W(version) left `scale`."""
-        self._by_version[version], self.logged = scale, logged
+    def complete(self, batch: int, result: Any) -> None:
+        """result: its `scale` is the scaler's after the step, as a tensor."""
+        self._by_version[batch + 1] = result.scale
+        self.logged = result.loss_scale
 
     @contextlib.contextmanager
     def unscaling_by(self, scale: torch.Tensor) -> Iterator[None]:
@@ -85,7 +86,8 @@ class _BatchScaler:
     scaler's own."""
 
     def __init__(self, scaler: Any, scale: torch.Tensor):
-        self.scale, self.update = scale, scaler.update
+        self.scale = scale
+        self.update = scaler.update
 
     @property
     def inv_scale(self) -> torch.Tensor:

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,12 @@ import torch.distributed as dist
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_2bw.engine.weights import WeightStores
-from megatron_2bw.mcore.grad_buffers import Slot, all_buffers, use_groups
+from megatron_2bw.mcore.grad_buffers import (
+    Slot,
+    all_bucket_groups,
+    all_buffers,
+    use_groups,
+)
 
 if TYPE_CHECKING:
     from megatron_2bw.mcore.complete_gradients import CompleteGradients
@@ -39,11 +45,8 @@ class Proxies:
     groups  the process groups over which the distributed optimizer gathers its shards
     mains   tensors that the optimizer steps instead of the store, by parameter (see
             `working_copy.own_mains`)
-    host    whether Megatron steps host tensors; then `self.host` is given before the
-            first step
+    host    what Megatron steps, if that is in host memory
     """
-
-    host: HostMemory | None = None
 
     def __init__(
         self,
@@ -51,26 +54,32 @@ class Proxies:
         parts: Sequence[Any],
         stores: WeightStores,
         groups: tuple[dist.ProcessGroup, ...],
-        mains: Mapping[torch.nn.Parameter, torch.Tensor] | None = None,
-        host: bool = False,
+        mains: Mapping[torch.nn.Parameter, torch.Tensor],
+        host: HostMemory | None,
     ):
-        self._parts, self._stores, self.mains = parts, stores, mains or {}
+        self._parts = parts
+        self._stores = stores
+        self._host = host
+        self.mains = mains
         for part in parts:
-            detach_shards(part, host)
-        self._ddp, self._buffers, self._groups = (
-            ddp,
-            all_buffers(ddp),
-            use_groups(ddp, groups),
+            detach_shards(part, host is not None)
+        self._ddp = ddp
+        self._buffers = all_buffers(ddp)
+        bucket_groups = tuple(
+            [copy.copy(group) for group in own] for own in all_bucket_groups(ddp)
         )
-        self._target, self._flat = 0, False
+        use_groups(bucket_groups, groups)
+        self._groups = [*chain(*bucket_groups)]
+        self._target = 0
+        self._flat = False
         self.of = {param: proxy_of(param) for param in stores.params}
-        self._places = [
-            (places, index)
-            for part in parts
-            for places in lists_of_parameters(part)
-            for index, param in enumerate(places)
-            if isinstance(param, torch.nn.Parameter) and param in self.of
-        ]
+        # where Megatron's optimizers hold a parameter: a list, and the place in it
+        self._places: list[tuple[list, int]] = []
+        for part in parts:
+            for places in lists_of_parameters(part):
+                for index, param in enumerate(places):
+                    if isinstance(param, torch.nn.Parameter) and param in self.of:
+                        self._places.append((places, index))
         self.model = ProxyModel(ddp, self.of)
 
     def point_to(self, views: Sequence[torch.Tensor]) -> None:
@@ -99,10 +108,10 @@ class Proxies:
                 if hasattr(part, "model_param_gbuf_map"):
                     undo.enter_context(shards_of_proxies(part, self.of, self._flat))
             self._target = target
-            if self._stores.buffer_data:
-                self._write_shards_to(
-                    self.host.flats if self.host else self._stores.buffer_data[target]
-                )
+            if self._host is not None:
+                self._write_shards_to(self._host.flats)
+            elif self._stores.buffer_data:
+                self._write_shards_to(self._stores.buffer_data[target])
             for (places, index), param in zip(self._places, originals):
                 places[index] = self.of[param]
             rename_keys(states, self.of)
@@ -117,26 +126,24 @@ class Proxies:
         """With the distributed optimizer: all-gather the shards of this rank and the
         others, into the weight store."""
         data = self._stores.buffer_data[self._target]
-        if self.host is not None:
-            self.host.give_shards(data)
+        if self._host is not None:
+            self._host.give_shards(data)
             self._write_shards_to(data)
         for bucket_group in self._groups:
             self._ddp._start_bucket_group_param_sync(bucket_group, force_sync=True)
-        if self.host is not None:
-            self._write_shards_to(self.host.flats)
+        if self._host is not None:
+            self._write_shards_to(self._host.flats)
 
     def _write_shards_to(self, data: list[torch.Tensor]) -> None:
         """Let the distributed optimizer write its shards to `data`, one flat tensor a
         buffer."""
         for buffer, flat in zip(self._buffers, data):
             for bucket in buffer.buckets:
-                bucket.param_data = flat[
-                    bucket.offset : bucket.offset + bucket.param_data.numel()
-                ]
+                end = bucket.offset + bucket.param_data.numel()
+                bucket.param_data = flat[bucket.offset : end]
         for bucket_group in self._groups:
-            bucket_group.cached_param_buffer_shard_list = [None] * len(
-                bucket_group.buckets
-            )
+            count = len(bucket_group.buckets)
+            bucket_group.cached_param_buffer_shard_list = [None] * count
 
 
 @contextlib.contextmanager
@@ -149,11 +156,9 @@ def thread_local_matmul_precision() -> Iterator[None]:
     its own code to compute in bf16, and still does. What torch itself would do at a
     lower precision (TF32 on a GPU) it does not do here.
     """
-    owner, get, put = (
-        threading.get_ident(),
-        torch.get_float32_matmul_precision,
-        torch.set_float32_matmul_precision,
-    )
+    owner = threading.get_ident()
+    get = torch.get_float32_matmul_precision
+    put = torch.set_float32_matmul_precision
     own = get()
 
     def get_own() -> str:
@@ -166,10 +171,8 @@ def thread_local_matmul_precision() -> Iterator[None]:
         else:
             put(precision)
 
-    torch.get_float32_matmul_precision, torch.set_float32_matmul_precision = (
-        get_own,
-        put_own,
-    )
+    torch.get_float32_matmul_precision = get_own
+    torch.set_float32_matmul_precision = put_own
     try:
         yield
     finally:
@@ -259,25 +262,25 @@ def shards_of_proxies(
     flat: the gradients are shards themselves.
     """
     owners = {proxy: param for param, proxy in proxies.items()}
-    original, ranges = part.model_param_gbuf_map, part._get_model_param_range_map
-    part.model_param_gbuf_map = {
-        **original,
-        **{
-            proxy: original[param]
-            for proxy, param in owners.items()
-            if param in original
-        },
-    }
+    original = part.model_param_gbuf_map
+    range_map = part._get_model_param_range_map
+    extended = dict(original)
+    for proxy, param in owners.items():
+        if param in original:
+            extended[proxy] = original[param]
+    part.model_param_gbuf_map = extended
 
-    def of_the_owner(param: torch.Tensor) -> dict:
-        part.model_param_gbuf_map, full = original, part.model_param_gbuf_map
+    def range_map_of_owner(param: torch.Tensor) -> dict:
+        part.model_param_gbuf_map = original
         try:
-            found = ranges(owners.get(param, param))
-            return found | {"param": found["param"].normalize()} if flat else found
+            ranges = range_map(owners.get(param, param))
         finally:
-            part.model_param_gbuf_map = full
+            part.model_param_gbuf_map = extended
+        if flat:
+            ranges = ranges | {"param": ranges["param"].normalize()}
+        return ranges
 
-    part._get_model_param_range_map = of_the_owner
+    part._get_model_param_range_map = range_map_of_owner
     try:
         yield
     finally:
@@ -292,20 +295,15 @@ def detach_shards(part: Any, host: bool) -> None:
     Megatron steps those of fp32 parameters inside the parameters' buffer, which is a
     weight version here.
     """
-    shards = {
-        shard: torch.nn.Parameter(
-            shard.detach().to("cpu" if host else shard.device, copy=True),
-            requires_grad=False,
-        )
-        for group in getattr(part, "shard_fp32_groups", ())
-        for shard in group
-    }
-    for shard, own in shards.items():
-        own.__dict__.update(shard.__dict__)
-    for places in (
-        *getattr(part, "shard_fp32_groups", ()),
-        *(g["params"] for g in part.param_groups),
-    ):
-        places[:] = [shards.get(tensor, tensor) for tensor in places]
-    if shards:
-        rename_keys([part.optimizer.state], shards)
+    groups = getattr(part, "shard_fp32_groups", ())
+    own: dict[torch.Tensor, torch.nn.Parameter] = {}  # by Megatron's shard
+    for shard in chain(*groups):
+        device = "cpu" if host else shard.device
+        copied = shard.detach().to(device, copy=True)
+        own[shard] = torch.nn.Parameter(copied, requires_grad=False)
+        own[shard].__dict__.update(shard.__dict__)
+    if not own:
+        return
+    for places in (*groups, *(group["params"] for group in part.param_groups)):
+        places[:] = [own.get(tensor, tensor) for tensor in places]
+    rename_keys([part.optimizer.state], own)

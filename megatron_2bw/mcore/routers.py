@@ -23,6 +23,8 @@ from megatron.core.transformer.moe import moe_logging
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+from megatron_2bw.engine.updates import PerBatch
+
 # sums over the microbatches of a batch
 COUNTS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
 # of the pipelines the mean, and sums
@@ -46,7 +48,7 @@ class RouterBatch:
     heads: dict[str, Any]
 
 
-class Routers:
+class Routers(PerBatch):
     """The routers of a stage; none on a stage of dense layers, which has a part in the
     reductions all the same.
 
@@ -79,7 +81,7 @@ class Routers:
 
     # The training thread calls the following.
 
-    def bind(self, version: int, batch: int | None = None) -> None:
+    def bind(self, version: int, batch: int | None) -> None:
         """Route by the biases of W(version); count tokens and losses for `batch`."""
         for router, bias in zip(self._routers, self._biases[version]):
             if bias is not None:
@@ -120,11 +122,10 @@ class Routers:
                 module.expert_bias = bias.clone()
         return own
 
-    def complete(self, batch: int, own: RouterBatch) -> None:
-        """The step that made W(batch + 1) is complete. Megatron changes the biases in
-        skipped steps too."""
+    def complete(self, batch: int, result: Any) -> None:
+        """Megatron changes the biases in skipped steps too."""
         self._biases[batch + 1] = [
-            getattr(module, "expert_bias", None) for module in own.modules
+            getattr(module, "expert_bias", None) for module in result.losses.modules
         ]
         self._biases.pop(batch - 1, None)
 

@@ -18,18 +18,20 @@ from megatron.core import mpu
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
 from megatron.training import get_args, print_rank_0
 
-from megatron_2bw.engine.p2p import connect, connect_group
+from megatron_2bw.engine.p2p import Neighbours, connect, connect_group
 from megatron_2bw.engine.pipeline import WARM_UP, Pipeline, Update
 from megatron_2bw.engine.process_groups import streams_warning
 from megatron_2bw.engine.recorder import Recorder
 from megatron_2bw.engine.trace_file import TraceWriter
-from megatron_2bw.engine.updates import InPlaceUpdate, StashedUpdate
+from megatron_2bw.engine.updates import InPlaceUpdate, LateUpdate, StashedUpdate
 from megatron_2bw.engine.weights import WeightStores
+from megatron_2bw.engine.worker import Worker
+from megatron_2bw.mcore import cpu
 from megatron_2bw.mcore.batch_sizes import Position
 from megatron_2bw.mcore.checkpoints.state import RunState
-from megatron_2bw.mcore.correction import Correction
+from megatron_2bw.mcore.correction import NO_CORRECTION
 from megatron_2bw.mcore.grad_buffers import all_buffers
-from megatron_2bw.mcore.late_step import LateStep, StepResult
+from megatron_2bw.mcore.late_step import LateStep
 from megatron_2bw.mcore.log_lines import LogLines
 from megatron_2bw.mcore.options import RunOptions
 from megatron_2bw.mcore.rebinding import arguments, around
@@ -40,10 +42,22 @@ from megatron_2bw.schedules import Schedule, Shape
 
 
 class MegatronRuntime:
-    """One stage.
+    """One stage, as Megatron's training loop calls it.
+
+    Megatron's functions that are replaced by methods of this class are the rows of
+    patches.py. Megatron calls `forward_backward`, which runs one iteration of the
+    pipeline (engine/pipeline.py), then `step`.
 
     schedule  what to do when
     position  reads where the training loop is
+    options   of the run
+
+    pipeline        from the first iteration on; it alone knows the pipeline's shape
+    late            what the late step needs of each batch, in a schedule that has one;
+                    `_update` runs it
+    exit_requested  a rank wants the run to end, as all ranks know by the same iteration
+    save_complete   all ranks have written a checkpoint, as all know by the same
+                    iteration
     """
 
     def __init__(
@@ -52,22 +66,19 @@ class MegatronRuntime:
         position: Callable[[], Position],
         options: RunOptions = RunOptions(),
     ):
-        self.schedule, self.position, self.options = schedule, position, options
-        self.pipeline: Pipeline | None = None  # from the first iteration on
+        self.schedule = schedule
+        self.position = position
+        self.options = options
+        self.pipeline: Pipeline | None = None
         self.stores: WeightStores | None = None
         self.late: LateStep | None = None
         self.log: LogLines | None = None
         self.trainable: list[torch.nn.Parameter] = []
-        # see `LateStep`; given before the first iteration
-        self.save_pending: Callable[[], bool | None] | None = None
-        # all ranks have written a checkpoint, as all know by the same iteration
-        self.save_complete = False
-        # a rank wants the run to end, as all ranks know by the same iteration
         self.exit_requested = False
+        self.save_complete = False
+        self._update: Update
         self._resume = RunState()
-        self._correction: Correction | None = None  # of the newest working copy
-        # microbatches of the batch after the last one of the present size
-        self._following = 0
+        self._optimizer: Any = None
         self._scheduler: Any = None
         self._step_result: tuple = ()
         # exit flags as they were given, while `decide_exit` hides them
@@ -83,17 +94,16 @@ class MegatronRuntime:
         """Take over the stage's weights and the optimizer's step, before a checkpoint
         is loaded."""
         optimizer = make(config, model, *args, **kwargs)
-        self._optimizer, self._megatron_step = optimizer, optimizer.step
+        self._optimizer = optimizer
+        self._megatron_step = optimizer.step
         optimizer.step = self.step
-        # the training loop takes the method before the first iteration
         if self.schedule.late_step:
-            optimizer.scale_loss = lambda loss: self.late.scales.scale_loss(loss)
-        self.trainable = [
-            param
-            for chunk in model
-            for param in chunk.parameters()
-            if param.requires_grad
-        ]
+            # the training loop takes the method before the first iteration
+            optimizer.scale_loss = self._scale_loss
+        for chunk in model:
+            for param in chunk.parameters():
+                if param.requires_grad:
+                    self.trainable.append(param)
         if not self.schedule.global_step:
             # Its stages step at different times, so norm and inf flag can span the
             # tensor-parallel ranks only.
@@ -127,29 +137,26 @@ class MegatronRuntime:
     @around
     def save(self, save_checkpoint: Callable, *args: Any, **kwargs: Any) -> Any:
         self.sync_weights()
+        if self._hidden is None:
+            return save_checkpoint(*args, **kwargs)
         # A checkpoint holds the arguments.
-        with (
-            contextlib.nullcontext()
-            if self._hidden is None
-            else _exit_flags(*self._hidden)
-        ):
+        with _exit_flags(*self._hidden):
             return save_checkpoint(*args, **kwargs)
 
     @around
     def decide_exit(
         self, checkpoint_and_decide_exit: Callable, *args: Any, **kwargs: Any
     ) -> bool:
-        # Megatron asks all ranks in every iteration; here the late step has asked them
-        # in the background.
-        with (
-            contextlib.nullcontext()
-            if self.exit_requested
-            else _exit_flags(False, None) as self._hidden
-        ):
-            try:
-                leave = checkpoint_and_decide_exit(*args, **kwargs)
-            finally:
-                self._hidden = None
+        if self.exit_requested:
+            leave = checkpoint_and_decide_exit(*args, **kwargs)
+        else:
+            # Megatron asks all ranks in every iteration; here the late step has asked
+            # them in the background.
+            with _exit_flags(False, None) as self._hidden:
+                try:
+                    leave = checkpoint_and_decide_exit(*args, **kwargs)
+                finally:
+                    self._hidden = None
         if leave:
             self.sync_weights()
         return leave
@@ -167,21 +174,30 @@ class MegatronRuntime:
         """
         if forward_only:
             self.sync_weights()
-            return megatron_schedules.get_forward_backward_func()(
-                forward_only=True, **values
-            )
+            evaluate = megatron_schedules.get_forward_backward_func()
+            return evaluate(forward_only=True, **values)
         call = Call(**values)
-        iteration, end, self._following = self.position()
+        position = self.position()
+        shape = Shape(
+            call.groups.pp.size(),
+            call.num_microbatches,
+            position.iteration,
+            position.end,
+        )
         if self.pipeline is None:
-            self._start(call, iteration, end)
-        elif call.num_microbatches != self.pipeline.shape.microbatches:
-            self._use_shape(
-                Shape(
-                    self.pipeline.shape.stages, call.num_microbatches, iteration, end
-                ),
-                call,
-            )
-        return self._iterate(call, iteration)
+            self._start(call, shape)
+        elif shape.microbatches != self.pipeline.shape.microbatches:
+            # The iteration before has drained the pipeline.
+            self.wait_step()
+            self.pipeline.use_shape(shape)
+        timers = call.config.timers
+        # before a receive is posted: a timer waits for the whole GPU
+        if timers is not None:
+            timers("forward-backward", log_level=1).start()
+        self._iterate(call, position)
+        if timers is not None:
+            timers("forward-backward").stop()
+        return self._stage.losses(position.iteration)
 
     def step(self) -> tuple:
         """Replaces the optimizer's `step`: runs the schedule's STEP action; returns
@@ -197,8 +213,9 @@ class MegatronRuntime:
 
     def wait_step(self) -> None:
         """Complete a pending step, and write the log lines that wait for it."""
-        if self.late is not None and self.late.pending is not None:
-            self.late.sync_weights()
+        if self.late is not None and self._update.pending is not None:
+            self._update.sync_weights()
+            self._take_results()
         if self.log is not None:
             self.log.flush()
 
@@ -209,40 +226,31 @@ class MegatronRuntime:
         See docs/design.md, [Note: what an evaluation sees].
         """
         self.wait_step()
-        if self.late is not None and self.late.working is not None:
-            self.late.working.swap_in_true_weights()
+        if self.late is not None:
+            self.late.show_true_weights()
 
     # Checkpoints (checkpoints/state.py) call the following, between iterations.
 
     def state(self) -> RunState:
         """What the run resumes from, in addition to what Megatron saves. No step may be
         pending."""
-        if self.pipeline is None:
-            return self._resume if self.schedule.late_step else RunState()
-        if self.late is None or self.stores is None:
+        if not self.schedule.late_step:
             return RunState()
-        newest, pipeline = self.stores.newest, self.pipeline
-        version = self.schedule.version(
-            pipeline.shape, pipeline.index, newest * pipeline.shape.microbatches
-        )
-        biases = {} if self.late.routers is None else self.late.routers.shadow(newest)
-        return RunState(
-            shadow=dict(zip(self.stores.params, self.stores.values(newest - 1)))
-            | biases,
-            loss_scale=self.late.scales.of(version),
-            working=self.late.working.values() if self.late.working is not None else {},
-            correction=self._correction,
-            sync_iterations=self.schedule.sync_iterations,
-        )
+        if self.pipeline is None:
+            return self._resume
+        if self.late is None:
+            return RunState()
+        shape = self.pipeline.shape
+        next_microbatch = self.stores.newest * shape.microbatches
+        version = self.schedule.version(shape, self.pipeline.index, next_microbatch)
+        return self.late.state(version)
 
     def random_state_before_flight(self) -> contextlib.AbstractContextManager:
         """Inside, the generators have their states from before the microbatches in
         flight drew from them."""
-        return (
-            self._stage.random_state_before_flight()
-            if self.pipeline is not None
-            else contextlib.nullcontext()
-        )
+        if self.pipeline is None:
+            return contextlib.nullcontext()
+        return self._stage.random_state_before_flight()
 
     def resume(self, state: RunState) -> None:
         """Start from a checkpoint that has been loaded; called before the first
@@ -259,164 +267,139 @@ class MegatronRuntime:
 
     def close_trace(self) -> None:
         """Write the rest of the trace."""
-        if self.late is not None:
-            # after what the step's thread writes
-            self.late.defer(self._clock.write_rest).result()
-        elif self.pipeline is not None:
-            self._clock.write_rest()
+        if self.pipeline is not None:
+            self._clock.close()
 
     # The rest is this stage's work.
 
-    def _start(self, call: Call, first: int, end: int) -> None:
-        """On the first iteration: learn the pipeline's shape, connect to the
-        neighbours, make stores and update.
+    def _start(self, call: Call, shape: Shape) -> None:
+        """On the first iteration: connect to the neighbours, make stores, update and
+        pipeline.
 
         torch names process groups by a counter, so every rank makes them in this order:
         connections, late step, log.
         """
-        ranks, index = (
-            torch.distributed.get_process_group_ranks(call.groups.pp),
-            call.groups.pp.rank(),
-        )
-        device, options = next(call.model.parameters()).device, self.options
-        shape = Shape(len(ranks), call.num_microbatches, first, end)
-        ahead = [self.schedule.ahead(shape, stage) for stage in range(shape.stages)]
-        lanes = [max(upper - lower, 1) for upper, lower in itertools.pairwise(ahead)]
-        neighbours = connect(
-            ranks,
-            torch.distributed.get_rank(),
-            options.transport,
-            device,
-            options.timeout,
-            lanes,
-        )
-        if options.evaluates:
-            connect_group(call.groups.pp, ranks, torch.distributed.get_rank(), device)
-        recorder, writer = Recorder(device), None
+        options = self.options
+        index = call.groups.pp.rank()
+        ranks = torch.distributed.get_process_group_ranks(call.groups.pp)
+        device = next(call.model.parameters()).device
+        neighbours = self._connect(call, shape, ranks, device)
+        recorder = Recorder(device)
+        writer = None
         if options.trace is not None and mpu.get_tensor_model_parallel_rank() == 0:
             writer = TraceWriter(options.trace, index, call.groups.dp_cp.rank())
-        self._stage, self._clock = (
-            MegatronStage(shape, index),
-            StageClock(recorder, writer),
-        )
+        worker = None
+        if self.schedule.late_step:
+            worker = Worker("2bw step", device, cpu.answering)
+        self._stage = MegatronStage(shape.stages, index)
+        self._clock = StageClock(recorder, writer, worker)
         if not self.schedule.flushes:
             self._make_stores(call, shape, index)
-        if self.schedule.late_step:
-            last = min(self.schedule.sync_iterations, get_args().train_iters)
-            if first < last:
-                print_rank_0(
-                    f"> {self.schedule.name}: iterations {first + 1} to {last} "
-                    "run without gradient delay"
-                )
-            parts = (
-                self.schedule,
-                shape,
-                self.stores,
-                call,
-                self._optimizer,
-                self._scheduler,
-                options,
-                self._resume,
+        if worker is not None:
+            self._make_late_step(call, shape, worker)
+        elif self.stores is not None:
+            self._update = StashedUpdate(
+                self.stores, self._step_now, self._stage.finalize_grads
             )
-            asks = dict(
-                end_batch=self._end_batch,
-                complete=self._complete,
-                save_pending=self.save_pending,
-            )
-            self.late = LateStep(*parts, **asks)
-        self.log = LogLines(
-            None if self.late else Meeting(self._clock.times, ranks, options.timeout)
-        )
+        else:
+            self._update = InPlaceUpdate(self._step_now, self._stage.finalize_grads)
+        meeting = None
+        if worker is None:
+            meeting = Meeting(self._clock.times, ranks, options.timeout)
+        self.log = LogLines(meeting)
         if warning := streams_warning():
             print_rank_0(warning)
         self._resume = RunState()  # its tensors are copied
-        deferred = self.late is None  # Megatron's call of the optimizer's step runs it
-        more = dict(
-            recorder=recorder, free_output=self._stage.free_output, defer_step=deferred
-        )
         self.pipeline = Pipeline(
-            self.schedule, shape, index, neighbours, self._stage, self._update(), **more
+            self.schedule,
+            shape,
+            index,
+            neighbours,
+            self._stage,
+            self._update,
+            recorder=recorder,
+            free_output=self._stage.free_output,
+            # Megatron's call of the optimizer's step runs it
+            defer_step=worker is None,
         )
 
-    def _update(self) -> Update:
-        def step() -> bool:
-            self._step_result = self._megatron_step()
-            return bool(self._step_result[0])
-
-        reduce = lambda action: self._stage.finalize_grads(action.batch)
-        if self.late is not None:
-            return self.late
-        return (
-            InPlaceUpdate(step, reduce)
-            if self.stores is None
-            else StashedUpdate(self.stores, step, reduce)
+    def _connect(
+        self, call: Call, shape: Shape, ranks: list[int], device: torch.device
+    ) -> Neighbours:
+        rank = torch.distributed.get_rank()
+        ahead = [self.schedule.ahead(shape, stage) for stage in range(shape.stages)]
+        lanes = [max(upper - lower, 1) for upper, lower in itertools.pairwise(ahead)]
+        neighbours = connect(
+            ranks, rank, self.options.transport, device, self.options.timeout, lanes
         )
+        if self.options.evaluates:
+            connect_group(call.groups.pp, ranks, rank, device)
+        return neighbours
 
     def _make_stores(self, call: Call, shape: Shape, index: int) -> None:
-        buffers = (
-            all_buffers(call.model)
-            if call.model.ddp_config.use_distributed_optimizer
-            else None
-        )
+        buffers = None
+        if call.model.ddp_config.use_distributed_optimizer:
+            buffers = all_buffers(call.model)
         self.stores = WeightStores(
             self.trainable, self.schedule.max_versions(shape, index), buffers
         )
-        shadow = self._resume.shadow if self.schedule.late_step else {}
-        self.stores.start(
-            shape.first, [shadow[param] for param in self.trainable] if shadow else None
+        saved = self._resume.shadow if self.schedule.late_step else {}
+        shadow = None
+        versions = "the loaded weights as every version"
+        if saved:
+            shadow = [saved[param] for param in self.trainable]
+            versions = "both weight versions of the checkpoint"
+        self.stores.start(shape.first, shadow)
+        if shape.first == 0:
+            return
+        if self.schedule.reads_late(shape.first):
+            now = NO_CORRECTION
+            if self.options.correction is not None:
+                now = self.options.correction(shape.microbatches)
+            versions += resume_note(self._resume.correction or NO_CORRECTION, now)
+        print_rank_0(
+            f"> {self.schedule.name}: starts from iteration {shape.first} with {versions}"
         )
-        if shape.first > 0:
-            versions = (
-                "both weight versions of the checkpoint"
-                if shadow
-                else "the loaded weights as every version"
-            )
-            if self.schedule.reads_late(shape.first):
-                versions += resume_note(
-                    self._resume.correction, self._correction_of(shape.microbatches)
-                )
+
+    def _make_late_step(self, call: Call, shape: Shape, worker: Worker) -> None:
+        end = min(self.schedule.sync_iterations, get_args().train_iters)
+        if shape.first < end:
             print_rank_0(
-                f"> {self.schedule.name}: starts from iteration {shape.first} with {versions}"
+                f"> {self.schedule.name}: iterations {shape.first + 1} to {end} "
+                "run without gradient delay"
             )
-
-    def _use_shape(self, shape: Shape, call: Call) -> None:
-        """From here on batches have another size. The iteration before has drained the
-        pipeline."""
-        self.wait_step()
-        self.pipeline.use_shape(shape)
-        self._stage.shape = shape
-        if self.late is not None:
-            self.late.use_shape(shape, call)
-
-    def _iterate(self, call: Call, iteration: int) -> list:
-        pipeline, late, timers = self.pipeline, self.late, call.config.timers
-        # before a receive is posted: a timer waits for the whole GPU
-        if timers is not None:
-            timers("forward-backward", log_level=1).start()
-        if late is not None and late.working is not None:
-            late.working.restore()
-        prefetch = self._is_warm(iteration) and not (
-            pipeline.neighbours.occupies_device and self.options.timed
+        self.late = LateStep(
+            schedule=self.schedule,
+            options=self.options,
+            resume=self._resume,
+            stage=self._stage,
+            clock=self._clock,
+            stores=self.stores,
+            call=call,
+            optimizer=self._optimizer,
+            scheduler=self._scheduler,
         )
-        with self._stage.iteration(iteration, call):
+        self._update = LateUpdate(self.stores, worker, self.late)
+
+    def _iterate(self, call: Call, position: Position) -> None:
+        pipeline = self.pipeline
+        iteration = position.iteration
+        if self.late is not None:
+            self.late.show_working_weights()
+        prefetch = self._is_warm(iteration)
+        if pipeline.neighbours.occupies_device and self.options.timed:
+            prefetch = False
+        with self._stage.iteration(position, call):
             pipeline.run(iteration, prefetch)
-        if (
-            late is not None
-            and late.pending is not None
-            and not self._is_warm(iteration)
-        ):
-            late.wait_step()
-        if self.stores is not None:
-            (late or self.stores).bind_newest()
-        if (
-            late is not None
-            and late.working is not None
-            and iteration == pipeline.shape.end - 1
-        ):
-            late.working.swap_in_true_weights()
-        if timers is not None:
-            timers("forward-backward").stop()
-        return self._stage.losses(iteration)
+        if self.late is not None:
+            if self._update.pending is not None and not self._is_warm(iteration):
+                self._update.wait_step()
+            self._update.bind_newest()
+            self._take_results()
+            if iteration == pipeline.shape.end - 1:
+                self.late.show_true_weights()
+        elif self.stores is not None:
+            self.stores.bind_newest()
 
     def _is_warm(self, iteration: int) -> bool:
         """Whether everything has run once that must not run concurrently with the
@@ -426,35 +409,27 @@ class MegatronRuntime:
         that is compiled. Until then receives are not posted early, and a step is
         completed in its own iteration.
         """
-        if not self.pipeline.neighbours.occupies_device and not (
-            self.late is not None and self.late.compiles
-        ):
-            return True
-        stepped = self.late is None or self.late.has_stepped
-        return stepped and iteration - self.pipeline.shape.first >= WARM_UP
+        if not self.pipeline.neighbours.occupies_device:
+            if self.late is None or not self.late.compiles:
+                return True
+        if self.late is not None and not self.late.has_run:
+            return False
+        return iteration - self.pipeline.shape.first >= WARM_UP
 
-    def _end_batch(self, batch: int) -> tuple:
-        tokens = self._stage.end_batch(batch)
-        shape = self.pipeline.shape
-        microbatches = shape.microbatches if batch + 1 < shape.end else self._following
-        self._correction = (
-            self._correction_of(microbatches)
-            if self.schedule.reads_late(batch + 1)
-            else None
-        )
-        return tokens, self._clock.stats_later(self.late.defer), self._correction
+    def _take_results(self) -> None:
+        """What the steps that are complete have found."""
+        while self.late.results:
+            result = self.late.results.popleft()
+            self.exit_requested |= result.exit_requested
+            self.save_complete |= result.save_complete
+            self.log.completed(result)
 
-    def _correction_of(self, microbatches: int) -> Correction | None:
-        return (
-            self.options.correction(microbatches)
-            if self.options.correction is not None
-            else None
-        )
+    def _scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        return self.late.scale_loss(loss)
 
-    def _complete(self, result: StepResult) -> None:
-        self.exit_requested |= result.exit_requested
-        self.save_complete |= result.save_complete
-        self.log.completed(result)
+    def _step_now(self) -> bool:
+        self._step_result = self._megatron_step()
+        return bool(self._step_result[0])
 
 
 @contextlib.contextmanager
@@ -462,8 +437,9 @@ def _exit_flags(signal_handler: bool, minutes: int | None) -> Iterator[tuple]:
     """--exit-signal-handler and --exit-duration-in-mins with other values; yields what
     they were."""
     args = get_args()
-    asked = args.exit_signal_handler, args.exit_duration_in_mins
-    args.exit_signal_handler, args.exit_duration_in_mins = signal_handler, minutes
+    asked = (args.exit_signal_handler, args.exit_duration_in_mins)
+    args.exit_signal_handler = signal_handler
+    args.exit_duration_in_mins = minutes
     try:
         yield asked
     finally:

@@ -1,5 +1,5 @@
-"""The model of one stage on Megatron's own forward and backward steps; see
-`core.pipeline.Stage`.
+"""The model of one stage on Megatron's own forward and backward steps
+(`pipeline.Stage`).
 
 Invariant: this object owns the losses and token counts of batches that are not
 complete, and the random state from before the forwards that are in flight between
@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import mpu, tensor_parallel
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.utils import get_model_config
 
-from megatron_2bw.schedules import Shape
+from megatron_2bw.mcore.batch_sizes import Position
 
 
 @dataclass
@@ -47,21 +47,19 @@ class Call:
     force_all_reduce: bool | None = False
 
     def __post_init__(self) -> None:
-        (self.model,) = self.model if isinstance(self.model, list) else [self.model]
+        if isinstance(self.model, list):
+            (self.model,) = self.model
         self.config = get_model_config(self.model)
-        self.groups = (
-            self.pg_collection or megatron_schedules._build_default_pg_collection()
-        )
-        partly, shapes = (
+        self.groups = self.pg_collection
+        if self.groups is None:
+            self.groups = megatron_schedules._build_default_pg_collection()
+        unsupported = (
             self.config.num_microbatches_with_partial_activation_checkpoints,
+            self.config.variable_seq_lengths,
             self.adjust_tensor_shapes_fn,
+            self.p2p_communicator,
         )
-        if (
-            partly
-            or shapes
-            or self.p2p_communicator
-            or self.config.variable_seq_lengths
-        ):
+        if any(unsupported):
             raise RuntimeError(
                 "several shapes of messages, recompute of some microbatches: "
                 "only with Megatron's schedule"
@@ -101,6 +99,20 @@ def restore_random_state(state: tuple) -> None:
     tracker.set_states({name: convert(state) for name, state in tracked.items()})
 
 
+@dataclass(frozen=True)
+class EndedBatch:
+    """A batch after its last backward on this stage.
+
+    tokens             an int tensor of one element, with per-token loss
+    samples            on all pipelines
+    next_microbatches  of the batch after it
+    """
+
+    tokens: torch.Tensor | None
+    samples: int
+    next_microbatches: int
+
+
 @dataclass
 class Batch:
     """What the microbatches of one batch have left on this stage."""
@@ -110,21 +122,26 @@ class Batch:
 
 
 class MegatronStage:
-    """One stage, number `index` from 0."""
+    """One stage, number `index` from 0, of `stages`.
 
-    def __init__(self, shape: Shape, index: int):
-        # between batches of one size and of another it is replaced
-        self.shape, self._index = shape, index
+    Batches have the size of the present call; when it changes, none is in flight.
+    """
+
+    def __init__(self, stages: int, index: int):
+        self._is_last = index == stages - 1
+        self._is_first = index == 0
         self._batches: dict[int, Batch] = defaultdict(Batch)
         self._random: tuple | None = None
         self._call: Call
-        self._iteration = 0
+        self._position: Position
         self._no_sync: contextlib.AbstractContextManager | None = None
 
     @contextlib.contextmanager
-    def iteration(self, iteration: int, call: Call) -> Iterator[None]:
+    def iteration(self, position: Position, call: Call) -> Iterator[None]:
         """Inside, forwards and backwards use the arguments of `call`."""
-        self._iteration, self._call, self._random = iteration, call, None
+        self._position = position
+        self._call = call
+        self._random = None
         try:
             yield
         finally:
@@ -138,13 +155,13 @@ class MegatronStage:
     def receive_buffer(self) -> torch.Tensor:
         """An empty tensor [sequence, microbatch, hidden] of the pipeline's dtype."""
         call = self._call
-        sizes = {
-            name: getattr(call, name)
-            for name in ("seq_length", "micro_batch_size", "decoder_seq_length")
-        }
-        groups = dict(tp_group=call.groups.tp, cp_group=call.groups.cp)
         (shape,) = megatron_schedules.get_tensor_shapes(
-            config=call.config, **sizes, **groups
+            seq_length=call.seq_length,
+            micro_batch_size=call.micro_batch_size,
+            decoder_seq_length=call.decoder_seq_length,
+            config=call.config,
+            tp_group=call.groups.tp,
+            cp_group=call.groups.cp,
         )
         return torch.empty(
             shape, dtype=call.config.pipeline_dtype, device=torch.cuda.current_device()
@@ -152,30 +169,23 @@ class MegatronStage:
 
     def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         """The stage's output; on the last stage the scaled loss."""
-        call, number = self._call, self.shape.batch(microbatch)
-        if self._random is None and number > self._iteration:
+        call = self._call
+        number, index = divmod(microbatch, call.num_microbatches)
+        if self._random is None and number > self._position.iteration:
             self._random = random_state()
-        batch, index = self._batches[number], microbatch % self.shape.microbatches
-        step, data, model, config = (
+        batch = self._batches[number]
+        output, tokens = megatron_schedules.forward_step(
             call.forward_step_func,
             call.data_iterator,
             call.model,
-            call.config,
-        )
-        given = (
-            step,
-            data,
-            model,
-            self.shape.microbatches,
+            call.num_microbatches,
             received,
             batch.losses,
-            config,
+            call.config,
             call.groups.cp.size(),
-        )
-        place = dict(is_first_microbatch=index == 0, current_microbatch=index)
-        last = self._index == self.shape.stages - 1
-        output, tokens = megatron_schedules.forward_step(
-            *given, **place, is_last_stage=last
+            is_first_microbatch=index == 0,
+            current_microbatch=index,
+            is_last_stage=self._is_last,
         )
         batch.tokens = batch.tokens + tokens
         return output
@@ -195,35 +205,52 @@ class MegatronStage:
     ) -> torch.Tensor | None:
         """Accumulate gradients. Their reduction waits for the last backward of a batch,
         as in Megatron's schedules."""
-        config, index = self._call.config, microbatch % self.shape.microbatches
+        config = self._call.config
+        index = microbatch % self._call.num_microbatches
         if index == 0:  # after the gradient buffers are zeroed, which would undo it
-            self._no_sync = (config.no_sync_func or contextlib.nullcontext)()
+            no_sync = config.no_sync_func or contextlib.nullcontext
+            self._no_sync = no_sync()
             self._no_sync.__enter__()
         # With --align-grad-reduce only the first stage starts its reduction inside the
         # backward.
-        if index == self.shape.microbatches - 1 and (
-            config.grad_sync_func is None or self._index == 0
-        ):
+        inside = config.grad_sync_func is None or self._is_first
+        if inside and index == self._call.num_microbatches - 1:
             self._release_sync()
-        # Megatron sets them in each forward. The last one here may be of the next
-        # batch, which has another scale.
-        share = 1.0 if config.calculate_per_token_loss else 1 / self.shape.microbatches
-        if config.num_moe_experts is not None:
-            scale = megatron_schedules._get_moe_loss_scale(config, output.device)
-            whole = config.calculate_per_token_loss
-            MoEAuxLossAutoScaler.set_loss_scale(
-                scale * share * (1 if whole else self._call.groups.cp.size())
-            )
-        if config.mtp_num_layers is not None:
-            MTPLossAutoScaler.set_loss_scale(
-                megatron_schedules._get_mtp_loss_scale(config, output.device) * share
-            )
+        self._scale_auxiliary_losses(output.device)
         return megatron_schedules.backward_step(received, output, gradient, config)
 
-    def end_batch(self, batch: int) -> torch.Tensor | None:
+    def _scale_auxiliary_losses(self, device: torch.device) -> None:
+        """Megatron does this in each forward. The last one here may be of the next
+        batch, which has another scale."""
+        config = self._call.config
+        share = 1.0
+        context_ranks = 1
+        if not config.calculate_per_token_loss:
+            share = 1 / self._call.num_microbatches
+            context_ranks = self._call.groups.cp.size()
+        if config.num_moe_experts is not None:
+            scale = megatron_schedules._get_moe_loss_scale(config, device)
+            MoEAuxLossAutoScaler.set_loss_scale(scale * share * context_ranks)
+        if config.mtp_num_layers is not None:
+            scale = megatron_schedules._get_mtp_loss_scale(config, device)
+            MTPLossAutoScaler.set_loss_scale(scale * share)
+
+    def end_batch(self, batch: int) -> EndedBatch:
         """After the last backward of a batch: start its reduction if it has not
-        started. Returns the batch's tokens on this stage, an int tensor of one element,
-        with per-token loss."""
+        started."""
+        call = self._call
+        microbatches = call.num_microbatches
+        pipelines = mpu.get_data_parallel_world_size()
+        is_last_of_size = batch + 1 == self._position.end
+        return EndedBatch(
+            tokens=self._start_reduction(batch),
+            samples=microbatches * call.micro_batch_size * pipelines,
+            next_microbatches=self._position.following
+            if is_last_of_size
+            else microbatches,
+        )
+
+    def _start_reduction(self, batch: int) -> torch.Tensor | None:
         config = self._call.config
         if self._no_sync is not None:
             self._release_sync()
@@ -231,15 +258,16 @@ class MegatronStage:
                 config.grad_sync_func(self._call.model.parameters())
         if not config.calculate_per_token_loss:
             return None
-        # Megatron's zero is on the host; a copy of it would wait for the GPU
-        if self._index < self.shape.stages - 1:
+        if not self._is_last:
+            # Megatron's zero is on the host; a copy of it would wait for the GPU
             return torch.zeros((), dtype=torch.int, device="cuda")
         return self._batches[batch].tokens.to(torch.int, copy=True)
 
     def finalize_grads(self, batch: int) -> None:
         """Data-parallel reduction, tied embeddings, token count: Megatron's own
         finalize function, at a flush."""
-        tokens, call = self.end_batch(batch), self._call
+        tokens = self._start_reduction(batch)
+        call = self._call
         call.config.finalize_model_grads_func(
             [call.model],
             tokens,

@@ -14,6 +14,7 @@ import torch
 from megatron_2bw.engine.process_groups import new_group
 from megatron_2bw.engine.recorder import Marks, Record, Recorder
 from megatron_2bw.engine.trace_file import TraceWriter
+from megatron_2bw.engine.worker import Worker
 from megatron_2bw.mcore.step_groups import gather
 from megatron_2bw.schedules import B
 
@@ -58,34 +59,37 @@ def stage_stats(stages: Sequence[tuple[StageTimes, float]]) -> tuple[StageStats,
 
 
 class StageClock:
-    """Turns a stage's marks into its stats, and into the records of --two-bw-trace if
-    there is a `writer`."""
+    """Turns a stage's marks into its stats, and into the records of --two-bw-trace.
 
-    def __init__(self, recorder: Recorder, writer: TraceWriter | None):
-        self.recorder, self._writer = recorder, writer
+    recorder  of the pipeline's actions
+    writer    of the trace's file, if there is one
+    worker    the thread of the late step, if there is one: it writes the file after the
+              step
+    """
 
-    def stats_later(
-        self, defer: Callable[[Callable[[], None]], object]
-    ) -> Callable[[], StageStats]:
-        """What happened since the last call, as a function for the late step's thread,
-        which may wait for the GPU.
+    def __init__(
+        self, recorder: Recorder, writer: TraceWriter | None, worker: Worker | None
+    ):
+        self.recorder = recorder
+        self._writer = writer
+        self._worker = worker
 
-        defer: runs a job in that thread after the step
-        """
-        return partial(self._stats, self.recorder.cut(), defer)
+    def marks(self) -> Marks:
+        """What happened since the last call; `stats` reads it later."""
+        return self.recorder.cut()
 
-    def _stats(
-        self, marks: Marks, defer: Callable[[Callable[[], None]], object]
-    ) -> StageStats:
+    def stats(self, marks: Marks) -> StageStats:
+        """In the late step's thread, which may wait for the GPU."""
         records = self.recorder.resolve(marks)
         if self._writer is not None:
-            defer(partial(self._writer.write, records))
+            self._worker.submit(partial(self._writer.write, records))
         # Without evaluation, saving and the training loop itself.
-        return StageStats(*_spent(records), torch.cuda.max_memory_allocated())
+        waited, elapsed = _spent(records)
+        return StageStats(waited, elapsed, torch.cuda.max_memory_allocated())
 
     def times(self) -> StageTimes:
-        """As `stats_later`, where no step is late: at the end of a batch, when all
-        stages have synchronised.
+        """What happened since the last call, where no step is late: at the end of a
+        batch, when all stages have synchronised.
 
         Megatron's loop has waited for the GPU by then, so this need not wait.
         """
@@ -96,13 +100,22 @@ class StageClock:
         *records, end = self.recorder.resolve([*marks, (marks[-1][0], now, now, now)])
         if self._writer is not None:
             self._writer.write(records)
-        last = max(
-            index for index, record in enumerate(records) if record.action.kind == B
-        )
-        return StageTimes(*_spent(records[: last + 1]), end.end - records[last].end)
+        last = 0
+        for index, record in enumerate(records):
+            if record.action.kind == B:
+                last = index
+        waited, elapsed = _spent(records[: last + 1])
+        return StageTimes(waited, elapsed, end.end - records[last].end)
 
-    def write_rest(self) -> None:
+    def close(self) -> None:
         """Write the rest of the trace."""
+        if self._worker is not None:
+            # after what the step's thread writes
+            self._worker.submit(self._write_rest).result()
+        else:
+            self._write_rest()
+
+    def _write_rest(self) -> None:
         if self._writer is not None:
             self._writer.write(self.recorder.resolve(self.recorder.cut()))
 
@@ -120,7 +133,8 @@ class Meeting:
         ranks: Sequence[int],
         timeout: timedelta | None = None,
     ):
-        self._times, self._group = times, new_group(ranks, "reports", "gloo", timeout)
+        self._times = times
+        self._group = new_group(ranks, "reports", "gloo", timeout)
         self._own: list[StageTimes] = []  # since the last exchange
 
     def stats(self, exchange: bool) -> tuple[StageStats, ...]:
@@ -129,15 +143,14 @@ class Meeting:
         self._own.append(self._times())
         if not exchange:
             return ()
-        rows = gather(
-            [*map(sum, zip(*self._own)), torch.cuda.max_memory_allocated()], self._group
-        )
+        sums = [sum(column) for column in zip(*self._own)]
         self._own.clear()
+        rows = gather([*sums, torch.cuda.max_memory_allocated()], self._group)
         return stage_stats([(StageTimes(*times), memory) for *times, memory in rows])
 
 
 def _spent(records: Sequence[Record]) -> tuple[float, float]:
     """Seconds waited, and in all."""
-    return sum(each.start - each.asked for each in records), sum(
-        each.end - each.asked for each in records
-    )
+    waited = sum(record.start - record.asked for record in records)
+    elapsed = sum(record.end - record.asked for record in records)
+    return waited, elapsed

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 
 from megatron_2bw.base.portions import portions
+from megatron_2bw.engine.updates import PerBatch
 from megatron_2bw.engine.weights import WeightStores
-from megatron_2bw.mcore.correction import Correction
+from megatron_2bw.mcore.correction import NO_CORRECTION, Correction
 from megatron_2bw.mcore.grad_buffers import GradientSlots
 from megatron_2bw.mcore.proxies import Proxies
 
@@ -48,15 +50,16 @@ def own_mains(
 
     4 bytes a parameter; the distributed optimizer has main parameters of its own.
     """
-    in_place = (
-        []
-        if stores.buffer_data
-        else [param for param in stores.params if param.dtype == torch.float32]
-    )
-    return {param: new(param.detach()).copy_(param.detach()) for param in in_place}
+    mains: dict[torch.nn.Parameter, torch.Tensor] = {}
+    if stores.buffer_data:
+        return mains
+    for param in stores.params:
+        if param.dtype == torch.float32:
+            mains[param] = new(param.detach()).copy_(param.detach())
+    return mains
 
 
-class WorkingCopy:
+class WorkingCopy(PerBatch):
     """Lets Megatron's optimizer write W' where it would write W, and swaps the newest
     W' with the true W.
 
@@ -84,33 +87,28 @@ class WorkingCopy:
         takes_gradients: bool,
         saved: Mapping[torch.nn.Parameter, torch.Tensor] | None = None,
     ):
-        self._parts, self._stores, self._slots, self._proxies = (
-            parts,
-            stores,
-            slots,
-            proxies,
-        )
-        self._takes_gradients, self._correction = takes_gradients, Correction()
+        self._parts = parts
+        self._stores = stores
+        self._slots = slots
+        self._proxies = proxies
+        self._takes_gradients = takes_gradients
+        self._correction = NO_CORRECTION
         # the newest version's store holds its working copy, not the true weights
-        self.in_store = bool(saved)
+        self._in_store = bool(saved)
         # that copy, while the store holds the true weights
         self._stashed: list[torch.Tensor] | None = None
         # by part, Megatron's method that writes its main parameters to the model's
         self._copy = {}
         # by part, its main parameters before the step
         self._before: dict[Any, list[torch.Tensor]] = {}
+        name = "_copy_main_params_to_model_params"
         for part in parts:
-            if part.optimizer is not None and hasattr(
-                part, "_copy_main_params_to_model_params"
-            ):
-                self._copy[part] = part._copy_main_params_to_model_params
-                part._copy_main_params_to_model_params = partial(
-                    self._copy_working, part
-                )
-        for param, view in zip(
-            stores.params, stores.values(stores.newest) if saved else ()
-        ):
-            view.copy_(saved[param])
+            if part.optimizer is not None and hasattr(part, name):
+                self._copy[part] = getattr(part, name)
+                setattr(part, name, partial(self._copy_working, part))
+        if saved:
+            for param, view in zip(stores.params, stores.values(stores.newest)):
+                view.copy_(saved[param])
 
     def step(
         self,
@@ -123,29 +121,21 @@ class WorkingCopy:
 
         views       the parameters in the store that is written, in the order of the
                     stores
-        correction  of the W' that the store gets; with Correction() it gets W
+        correction  of the W' that the store gets; with NO_CORRECTION it gets W
         """
         self._correction = correction
-        self._before = {
-            part: [main.detach().clone() for main in _mains(part)]
-            for part in self._copy
-        }
+        for part in self._copy:
+            self._before[part] = [main.detach().clone() for main in _mains(part)]
         self._write_own(views)
         result = megatron_step()
-        mains = self._proxies.mains
-        if not result[0]:
+        if result[0]:
+            self._correct_own(views)
+        else:
             self._write_true(views)
-        elif mine := [
-            (param, view)
-            for param, view in zip(self._stores.params, views)
-            if param in mains
-        ]:
-            # The step has written the others.
-            stepped = [self._proxies.of[param] for param, _ in mine]
-            self._correct(
-                [view for _, view in mine], [mains[param] for param, _ in mine], stepped
-            )
         return result
+
+    def complete(self, batch: int, result: Any) -> None:
+        self._in_store = bool(result.correction)
 
     def swap_in_true_weights(self) -> None:
         """Write the true W(newest) to its store, until `restore`. Between batches, when
@@ -153,10 +143,11 @@ class WorkingCopy:
 
         The working copy is kept in the memory of the gradients, which is free then.
         """
-        if not self.in_store or self._stashed is not None:
+        if not self._in_store or self._stashed is not None:
             return
         version = self._stores.newest
-        views, target = self._stores.values(version), self._stores.slot(version)
+        views = self._stores.values(version)
+        target = self._stores.slot(version)
         with torch.no_grad():
             self._stashed = self._slots.stash(self._stores.params, views)
             self._proxies.point_to(views)
@@ -165,12 +156,12 @@ class WorkingCopy:
 
     def restore(self) -> None:
         """Undo `swap_in_true_weights`, before the next batch."""
-        if self._stashed is not None:
-            for view, copy in zip(
-                self._stores.values(self._stores.newest), self._stashed
-            ):
-                view.copy_(copy)
-            self._stashed = None
+        if self._stashed is None:
+            return
+        views = self._stores.values(self._stores.newest)
+        for view, working in zip(views, self._stashed):
+            view.copy_(working)
+        self._stashed = None
 
     def values(self) -> dict[torch.nn.Parameter, torch.Tensor]:
         """The newest version's working copy, by parameter; between
@@ -179,17 +170,26 @@ class WorkingCopy:
         Where nothing is corrected yet it equals the true weights: all checkpoints of a
         run have the same entries.
         """
-        copies = (
-            self._stores.values(self._stores.newest)
-            if self._stashed is None
-            else self._stashed
-        )
+        copies = self._stashed
+        if copies is None:
+            copies = self._stores.values(self._stores.newest)
         return dict(zip(self._stores.params, copies))
 
     def _write_own(self, views: Sequence[torch.Tensor]) -> None:
         for param, view in zip(self._stores.params, views):
             if param in self._proxies.mains:
                 view.copy_(self._proxies.mains[param])
+
+    def _correct_own(self, views: Sequence[torch.Tensor]) -> None:
+        """Correct what `_write_own` has written; the step has corrected the others."""
+        before, now, stepped = [], [], []
+        for param, view in zip(self._stores.params, views):
+            if param in self._proxies.mains:
+                before.append(view)
+                now.append(self._proxies.mains[param])
+                stepped.append(self._proxies.of[param])
+        if before:
+            self._correct(before, now, stepped)
 
     def _write_true(self, views: Sequence[torch.Tensor]) -> None:
         """Write W to a store. Ends a skipped step."""
@@ -233,21 +233,26 @@ class WorkingCopy:
         # none for the first time.
         if before:
             torch._foreach_lerp_(before, now, 1 + self._correction.factor)
+        if not self._takes_gradients:
+            return
         working = {id(tensor): ahead for tensor, ahead in zip(stepped, before)}
-        for part in self._parts if self._takes_gradients else ():
-            for group in (
-                part.optimizer.param_groups if part.optimizer is not None else ()
-            ):
-                tensors = [
-                    tensor
-                    for tensor in group["params"]
-                    if id(tensor) in working and tensor.grad is not None
-                ]
-                for some in portions(tensors, torch.Tensor.numel, AT_A_TIME):
-                    ahead = [working[id(tensor)] for tensor in some]
-                    add_gradients(
-                        part.optimizer, group, some, ahead, self._correction.gradient
-                    )
+        for part in self._parts:
+            if part.optimizer is None:
+                continue
+            for group in part.optimizer.param_groups:
+                self._add_gradients(part.optimizer, group, working)
+
+    def _add_gradients(
+        self, optimizer: Any, group: dict[str, Any], working: dict[int, torch.Tensor]
+    ) -> None:
+        """working: W' by the id of the tensor that the optimizer stepped"""
+        tensors = []
+        for tensor in group["params"]:
+            if id(tensor) in working and tensor.grad is not None:
+                tensors.append(tensor)
+        for some in portions(tensors, torch.Tensor.numel, AT_A_TIME):
+            ahead = [working[id(tensor)] for tensor in some]
+            add_gradients(optimizer, group, some, ahead, self._correction.gradient)
 
 
 def add_gradients(
@@ -263,7 +268,8 @@ def add_gradients(
     Adam: -(1 - beta1) rate g / (sqrt(v / (1 - beta2^t)) + eps); SGD: -rate g. Nothing
     for other optimizers.
     """
-    kind, rate = type(optimizer).__name__, float(group["lr"])
+    kind = type(optimizer).__name__
+    rate = float(group["lr"])
     gradients = [tensor.grad for tensor in stepped]
     if kind in SGD:
         torch._foreach_add_(working, gradients, alpha=-times * rate)
@@ -282,21 +288,17 @@ def add_gradients(
 
 
 def _mains(part: Any) -> list[torch.Tensor]:
-    return [
-        main
-        for name in MAIN_GROUPS
-        for group in getattr(part, name, ())
-        for main in group
-    ]
+    groups = [getattr(part, name, ()) for name in MAIN_GROUPS]
+    return [*chain(*chain(*groups))]
 
 
-def resume_note(before: Correction | None, after: Correction | None) -> str:
+def resume_note(before: Correction, after: Correction) -> str:
     """A resumed run's log note if its checkpoint's working copies have another
     correction; else empty."""
-    if str(before) == str(after):
+    if before == after:
         return ""
-    then, now = (
-        "not corrected" if each is None else f"corrected by {each}"
-        for each in (before, after)
-    )
+    then, now = [
+        f"corrected by {correction}" if correction else "not corrected"
+        for correction in (before, after)
+    ]
     return f": {then} at first, {now} from then on"

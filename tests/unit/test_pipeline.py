@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import torch
 
 from megatron_2bw import (
-    Action,
     LateUpdate,
     Neighbours,
     Pipeline,
@@ -88,14 +87,14 @@ def test_a_skipped_step_of_pipedream_writes_no_weights():
     (param,), reduced = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))], []
     stores = WeightStores([param], 2)
     update = StashedUpdate(stores, lambda: False, reduced.append)
-    update.reduce(Action("R", 0, 0), set())
-    update.step(Action("S", 0, 1))
+    update.end_batch(0, set())
+    update.step(0)
     assert (
         stores.newest == 1
         and stores.slot(1) == 0
         and torch.equal(param, torch.ones_like(param))
     )
-    assert reduced == [Action("R", 0, 0)]
+    assert reduced == [0]
 
 
 def test_what_counts_as_waiting():

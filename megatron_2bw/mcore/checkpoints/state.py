@@ -89,8 +89,6 @@ class Checkpoints:
 
     def __init__(self, runtime: Any = None):
         self._runtime = runtime
-        if runtime is not None:
-            runtime.save_pending = _written_here
         # under KEY in the checkpoint that is being loaded, without its tensors
         self._saved: dict = {}
         # its "shadow" and "working", by the parameter's name
@@ -286,7 +284,7 @@ class Checkpoints:
         )
 
 
-def _written_here() -> bool | None:
+def written_here() -> bool | None:
     """Whether this rank has written the oldest checkpoint in the queue; None if it is
     empty. Asks no other rank."""
     if is_empty_async_queue():
