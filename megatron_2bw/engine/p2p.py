@@ -48,7 +48,9 @@ class Channel:
     def __init__(
         self, lanes: Sequence[dist.ProcessGroup], peer: int, device: torch.device
     ):
-        self.lanes, self.peer, self.device = lanes, peer, device
+        self.lanes = lanes
+        self.peer = peer
+        self.device = device
         self._next = itertools.cycle(lanes)
 
     @property
@@ -62,7 +64,8 @@ class Channel:
         blocks until the peer does."""
         for _ in self.lanes:
             token = torch.zeros(1, device=self.device)
-            (self.send(token) if sends else self.receive(token)).wait()
+            work = self.send(token) if sends else self.receive(token)
+            work.wait()
 
     def send(self, tensor: torch.Tensor) -> Work:
         """Start to send; `tensor` must not change until the work is complete."""
@@ -166,11 +169,14 @@ class Receiver:
     """
 
     def __init__(self, channel: Channel):
-        self.channel, self.prefetch, self.prefetch_depth = channel, True, 1
-        self._expected = self._carried_over = 0
-        # receives that may be posted while `_is_stepping`
+        self.channel = channel
+        self.prefetch = True
+        self.prefetch_depth = 1
+        self._expected = 0
+        self._carried_over = 0
+        # receives that may be posted while `_is_stepping`; None: as many as wanted
         self._allowed: int | None = None
-        self._is_stepping: Callable[[], bool] = lambda: False
+        self._is_stepping: Callable[[], bool] | None = None
         self._new_buffer: Callable[[], torch.Tensor] | None = None
         self._posted: deque[tuple[torch.Tensor, Work]] = deque()
 
@@ -184,7 +190,8 @@ class Receiver:
         before the next announcement
         """
         self._expected += count
-        self._carried_over, self._new_buffer = carried_over, new_buffer
+        self._carried_over = carried_over
+        self._new_buffer = new_buffer
         self.post_early()
 
     def hold_back(self, sent_before_step: int, is_stepping: Callable[[], bool]) -> None:
@@ -197,21 +204,15 @@ class Receiver:
         cudaFree, by the loading of a kernel) would never end: the sender waits for this
         stage's part of the norm.
         """
-        self._allowed, self._is_stepping = (
-            self._expected + sent_before_step,
-            is_stepping,
-        )
+        self._allowed = self._expected + sent_before_step
+        self._is_stepping = is_stepping
 
     def post_early(self) -> None:
         """Post what may be posted by now."""
-        while (
-            self._expected
-            and self._may_post()
-            and (
-                (self.prefetch and len(self._posted) < self.prefetch_depth)
-                or self.outstanding <= self._carried_over
-            )
-        ):
+        while self._expected and self._may_post():
+            early = self.prefetch and len(self._posted) < self.prefetch_depth
+            if not early and self.outstanding > self._carried_over:
+                return
             self._post()
 
     def receive(self) -> torch.Tensor:
@@ -235,7 +236,7 @@ class Receiver:
         return self._expected + len(self._posted)
 
     def _may_post(self) -> bool:
-        if self._allowed is not None and not self._is_stepping():
+        if self._is_stepping is None or not self._is_stepping():
             self._allowed = None
         return self._allowed != 0
 
@@ -260,22 +261,28 @@ class Sender:
     """
 
     def __init__(self, channel: Channel, max_pending: int = 1 << 30):
-        self.channel, self.max_pending = channel, max_pending
+        self.channel = channel
+        self.max_pending = max_pending
         self._pending: deque[tuple[torch.Tensor, Work]] = deque()
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send without waiting; the caller must not write to `tensor` any more."""
-        while self._pending and (
-            len(self._pending) >= self.max_pending or self._pending[0][1].is_completed()
-        ):
-            self._pending.popleft()[1].wait()
+        while self._pending:
+            _, oldest = self._pending[0]
+            if len(self._pending) < self.max_pending and not oldest.is_completed():
+                break
+            self._wait_for_oldest()
         tensor = tensor.contiguous()
         self._pending.append((tensor, self.channel.send(tensor)))
 
     def flush(self) -> None:
         """Wait until everything is sent."""
         while self._pending:
-            self._pending.popleft()[1].wait()
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        _, work = self._pending.popleft()
+        work.wait()
 
 
 @dataclass
@@ -294,11 +301,10 @@ class Neighbours:
     @property
     def occupies_device(self) -> bool:
         """Whether a posted receive occupies the GPU until its message arrives."""
-        receivers = (self.activations_in, self.gradients_in)
-        return any(
-            receiver is not None and receiver.channel.occupies_device
-            for receiver in receivers
-        )
+        for receiver in (self.activations_in, self.gradients_in):
+            if receiver is not None and receiver.channel.occupies_device:
+                return True
+        return False
 
     def flush(self) -> None:
         """Wait until everything is sent."""
@@ -326,46 +332,35 @@ def connect(
     time.
     """
     backend = dist.get_backend() if transport == "auto" else transport
-    channel = (
-        HostStagedChannel if backend == "gloo" and device.type == "cuda" else Channel
-    )
+    channel = Channel
+    if backend == "gloo" and device.type == "cuda":
+        channel = HostStagedChannel
     stage = pipeline.index(rank)
     neighbours = Neighbours()
     # even boundaries, then odd ones: a stage is at one of each at most
     for parity in (0, 1):
-        boundary = stage if stage % 2 == parity else stage - 1
-        ends = (
-            pipeline[boundary : boundary + 2]
-            if 0 <= boundary < len(pipeline) - 1
-            else [rank]
-        )
-        # A rank without this boundary makes groups of itself: see `new_group`.
-        groups = [
-            [
-                new_group(ends, direction, backend, timeout)
-                for _ in range(max(lanes[parity::2], default=1))
-            ]
-            for direction in ("activations", "gradients")
-        ]
-        if ends == [rank]:
-            continue
         # this stage is the upper end: it sends activations and receives gradients
-        above = boundary == stage
-        activations, gradients = (
-            channel(group, ends[1] if above else ends[0], device) for group in groups
-        )
+        above = stage % 2 == parity
+        boundary = stage if above else stage - 1
+        exists = 0 <= boundary < len(pipeline) - 1
+        # A rank without this boundary makes groups of itself: see `new_group`.
+        ends = pipeline[boundary : boundary + 2] if exists else [rank]
+        count = max(lanes[parity::2], default=1)
+        down = [new_group(ends, "activations", backend, timeout) for _ in range(count)]
+        up = [new_group(ends, "gradients", backend, timeout) for _ in range(count)]
+        if not exists:
+            continue
+        peer = ends[1] if above else ends[0]
+        activations = channel(down, peer, device)
+        gradients = channel(up, peer, device)
         activations.preconnect(sends=above)
         gradients.preconnect(sends=not above)
         if above:
-            neighbours.activations_out, neighbours.gradients_in = (
-                Sender(activations),
-                Receiver(gradients),
-            )
+            neighbours.activations_out = Sender(activations)
+            neighbours.gradients_in = Receiver(gradients)
         else:
-            neighbours.activations_in, neighbours.gradients_out = (
-                Receiver(activations),
-                Sender(gradients),
-            )
+            neighbours.activations_in = Receiver(activations)
+            neighbours.gradients_out = Sender(gradients)
     return neighbours
 
 
@@ -381,14 +376,13 @@ def connect_group(
     if dist.get_backend(group) == "gloo":  # it is connected since it was made
         return
     stage = pipeline.index(rank)
-    sides = (
-        (dist.irecv, pipeline[:stage][-1:]),
-        (dist.isend, pipeline[stage + 1 :][:1]),
-    )
-    messages = [
-        dist.P2POp(way, torch.zeros(1, device=device), peer, group)
-        for way, peers in sides
-        for peer in peers
-    ]
-    for work in dist.batch_isend_irecv(messages) if messages else []:
-        work.wait()
+    messages = []
+    if stage > 0:
+        token = torch.zeros(1, device=device)
+        messages.append(dist.P2POp(dist.irecv, token, pipeline[stage - 1], group))
+    if stage < len(pipeline) - 1:
+        token = torch.zeros(1, device=device)
+        messages.append(dist.P2POp(dist.isend, token, pipeline[stage + 1], group))
+    if messages:
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()

@@ -39,11 +39,15 @@ def new_group(
     """
     words = f"{list(ranks)} {name}"
     _made[words] += 1
-    own_name = hashlib.sha1(
-        f"{words} {_made[words]}".encode(), usedforsecurity=False
-    ).hexdigest()
+    text = f"{words} {_made[words]}"
+    digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+    def own_name(ranks: list[int]) -> str:
+        return digest
+
     named: Any = distributed_c10d
-    name_of, named._hash_ranks_to_str = named._hash_ranks_to_str, lambda ranks: own_name
+    name_of = named._hash_ranks_to_str
+    named._hash_ranks_to_str = own_name
     try:
         group = dist.new_group(
             list(ranks),
@@ -61,9 +65,8 @@ def streams_warning() -> str | None:
     """One line if this rank is in more groups of NCCL than torch's pool has streams
     (torch >= 2.15: one a group)."""
     named: Any = distributed_c10d
-    count = sum(
-        "nccl" in dist.get_backend(group) for group in list(named._world.pg_map)
-    )
+    backends = [dist.get_backend(group) for group in list(named._world.pg_map)]
+    count = sum("nccl" in backend for backend in backends)
     if count <= POOL:
         return None
     return (

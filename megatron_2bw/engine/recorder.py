@@ -51,7 +51,7 @@ class Recorder:
         base = self.mark()
         if self._cuda:
             base.synchronize()
-        self._base = base, time.time()
+        self._base = (base, time.time())
 
     def mark(self) -> Any:
         """Now: on the CPU's clock, or in the current stream of the GPU."""
@@ -67,7 +67,8 @@ class Recorder:
 
     def cut(self) -> Marks:
         """The marks since the last cut, for `resolve`."""
-        marks, self._marks = self._marks, []
+        marks = self._marks
+        self._marks = []
         return marks
 
     def resolve(self, marks: Marks) -> list[Record]:
@@ -78,14 +79,14 @@ class Recorder:
         """
         if self._cuda and marks:
             marks[-1][3].synchronize()
-        records = [
-            Record(action, *(self._time(mark) for mark in times))
-            for action, *times in marks
-        ]
+        records = []
+        for action, asked, start, end in marks:
+            times = (self._time(asked), self._time(start), self._time(end))
+            records.append(Record(action, *times))
         if marks:
             last = marks[-1][3]
             # a near one: CUDA gives the time between two events in 32 bits
-            self._base = last, self._time(last)
+            self._base = (last, self._time(last))
         return records
 
     def _time(self, mark: Any) -> float:

@@ -11,7 +11,8 @@ import torch
 # torch has a pool of 32 streams for each priority and gives them out in turn, so that
 # two of its streams may be one. Those of NCCL have priority 0 or the highest, those of
 # gloo the highest (torch's c10/cuda/CUDAStream.h).
-PRIORITY, POOL = -2, 32
+PRIORITY = -2
+POOL = 32
 
 _taken: list[torch.cuda.Stream] = []
 

@@ -12,6 +12,7 @@ Invariants (docs/design.md, rules 1 to 4 and [Note: one storage per microbatch])
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,18 +61,18 @@ class WeightStores:
         self._slot_of: dict[int, int] = {0: 0}
         self._bound: int | None = None  # the slot that the parameters point to
         if buffers is not None:
-            self.buffer_data = [[buffer.param_data for buffer in buffers]]
-            self.buffer_data += [
-                [torch.zeros_like(data) for data in self.buffer_data[0]]
-                for _ in range(1, slots)
-            ]
+            first = [buffer.param_data for buffer in buffers]
+            self.buffer_data.append(first)
+            for _ in range(1, slots):
+                self.buffer_data.append([torch.zeros_like(data) for data in first])
             self._views = [self._views_of(buffers, data) for data in self.buffer_data]
             self._point_to(0)
         else:
             self._views = [self._allocate(copy=True)]
             # gives the parameters' own storage back before the other slots are taken
             self._point_to(0)
-            self._views += [self._allocate(copy=False) for _ in range(1, slots)]
+            for _ in range(1, slots):
+                self._views.append(self._allocate(copy=False))
 
     def _views_of(
         self, buffers: Sequence[Any], data: list[torch.Tensor]
@@ -88,19 +89,20 @@ class WeightStores:
         starts: list[int] = []
         sizes: dict[torch.dtype, int] = {}
         for param in self.params:
-            starts.append(sizes.get(param.dtype, 0))
-            sizes[param.dtype] = starts[-1] + -(-param.numel() // ALIGNMENT) * ALIGNMENT
-        flats = {
-            dtype: torch.empty(numel, dtype=dtype, device=self.params[0].device)
-            for dtype, numel in sizes.items()
-        }
+            start = sizes.get(param.dtype, 0)
+            padded = math.ceil(param.numel() / ALIGNMENT) * ALIGNMENT
+            starts.append(start)
+            sizes[param.dtype] = start + padded
+        flats: dict[torch.dtype, torch.Tensor] = {}
+        for dtype, size in sizes.items():
+            flats[dtype] = torch.empty(size, dtype=dtype, device=self.params[0].device)
         views = []
         for param, start in zip(self.params, starts):
-            views.append(
-                flats[param.dtype][start : start + param.numel()].view(param.shape)
-            )
+            flat = flats[param.dtype][start : start + param.numel()]
+            view = flat.view(param.shape)
             if copy:
-                views[-1].copy_(param.detach())
+                view.copy_(param.detach())
+            views.append(view)
         return views
 
     @property
@@ -124,7 +126,7 @@ class WeightStores:
         if version > 0:
             self._slot_of[version - 1] = slot
             if shadow is not None:
-                other = next(other for other in range(self.slots) if other != slot)
+                other = 1 if slot == 0 else 0
                 for view, tensor in zip(self._views[other], shadow, strict=True):
                     view.copy_(tensor)
                 self._slot_of[version - 1] = other
@@ -151,23 +153,23 @@ class WeightStores:
         one slot only, the step writes in place. RuntimeError if no slot is free.
         """
         newest = self.newest
-        kept = {
-            version: slot
-            for version, slot in self._slot_of.items()
-            if version in {newest, *needed}
-        }
-        target = next(
-            (slot for slot in range(self.slots) if slot not in kept.values()), None
-        )
-        if target is None and newest not in needed:
-            others = {slot for version, slot in kept.items() if version != newest}
-            target = kept[newest] if kept[newest] not in others else None
-        if target is None:
+        in_use = {newest, *needed}
+        kept: dict[int, int] = {}
+        others: set[int] = set()  # slots of versions other than the newest
+        for version, slot in self._slot_of.items():
+            if version in in_use:
+                kept[version] = slot
+                if version != newest:
+                    others.add(slot)
+        free = [slot for slot in range(self.slots) if slot not in kept.values()]
+        if not free and newest not in needed and kept[newest] not in others:
+            free = [kept[newest]]
+        if not free:
             raise RuntimeError(
-                f"no free weight store: versions {sorted({newest, *needed})} are all in use"
+                f"no free weight store: versions {sorted(in_use)} are all in use"
             )
         self._slot_of = kept
-        return target
+        return free[0]
 
     def commit(self, target: int, stepped: bool) -> None:
         """Name the content of slot `target` W(newest + 1). After a skipped step W(v+1)
@@ -197,9 +199,8 @@ class WeightStores:
         # the distributed optimizer's shards are main parameters
         if target == current or self.buffer_data:
             return
-        for param, old, new in zip(
-            self.params, self._views[current], self._views[target]
-        ):
+        views = zip(self.params, self._views[current], self._views[target])
+        for param, old, new in views:
             if param.dtype == torch.float32:
                 new.copy_(old)
 

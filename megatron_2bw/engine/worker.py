@@ -32,7 +32,8 @@ class Worker:
             [], contextlib.AbstractContextManager[Any]
         ] = contextlib.nullcontext,
     ):
-        self.device, self._context = device, context
+        self.device = device
+        self._context = context
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = (
             queue.SimpleQueue()
         )

@@ -87,7 +87,8 @@ def one_forward_one_backward(
 ) -> list[Action]:
     """`ahead` forwards, then forward and backward in turn, then the remaining backwards
     (1F1B)."""
-    order, rest = forwards[:ahead], forwards[ahead:]
+    order = forwards[:ahead]
+    rest = forwards[ahead:]
     for index, backward in enumerate(backwards):
         order += rest[index : index + 1]
         order.append(backward)
@@ -99,16 +100,15 @@ def with_flush(
 ) -> list[Action]:
     """An iteration on the newest weights that empties the pipeline before its step, and
     after each round."""
-    batch = range(iteration * shape.microbatches, (iteration + 1) * shape.microbatches)
-    size, order = schedule.round or shape.microbatches, []
-    for first in range(0, shape.microbatches, size):
-        forwards, backwards = (
-            [Action(kind, x, iteration) for x in batch[first : first + size]]
-            for kind in (F, B)
-        )
-        order += one_forward_one_backward(
-            forwards, backwards, schedule.ahead(shape, stage)
-        )
+    ahead = schedule.ahead(shape, stage)
+    size = schedule.round or shape.microbatches
+    end = (iteration + 1) * shape.microbatches
+    order: list[Action] = []
+    for first in range(iteration * shape.microbatches, end, size):
+        microbatches = range(first, min(first + size, end))
+        forwards = [Action(F, x, iteration) for x in microbatches]
+        backwards = [Action(B, x, iteration) for x in microbatches]
+        order += one_forward_one_backward(forwards, backwards, ahead)
     return order + finish(iteration)
 
 
@@ -123,15 +123,14 @@ def without_flush(
     iteration fills the pipeline, only the last drains it.
     """
     start = iteration * shape.microbatches
+    end = start + shape.microbatches
     ahead = schedule.ahead(shape, stage)
     fill = ahead if iteration == shape.first else 0
-    forwards = range(
-        start + ahead - fill,
-        min(start + ahead + shape.microbatches, shape.end * shape.microbatches),
-    )
-    backwards = range(start, start + shape.microbatches)
-    return one_forward_one_backward(
-        [Action(F, x, schedule.version(shape, stage, x)) for x in forwards],
-        [Action(B, x, schedule.version(shape, stage, x)) for x in backwards],
-        fill,
-    )
+    last = min(end + ahead, shape.end * shape.microbatches)
+    forwards = []
+    for x in range(start + ahead - fill, last):
+        forwards.append(Action(F, x, schedule.version(shape, stage, x)))
+    backwards = []
+    for x in range(start, end):
+        backwards.append(Action(B, x, schedule.version(shape, stage, x)))
+    return one_forward_one_backward(forwards, backwards, fill)

@@ -22,33 +22,28 @@ class Interleaved(Schedule):
     chunks: int
 
     def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
-        order = self._order(shape, iteration)
-        forwards = [Action(F, x, iteration, chunk) for x, chunk in order]
-        backwards = [
-            Action(B, x, iteration, self.chunks - 1 - chunk) for x, chunk in order
-        ]
-        ahead = min(
-            2 * shape.warmup(stage) + (self.chunks - 1) * shape.stages, len(order)
-        )
+        forwards: list[Action] = []
+        backwards: list[Action] = []
+        start = iteration * shape.microbatches
+        end = start + shape.microbatches
+        for first in range(start, end, shape.stages):
+            group = range(first, min(first + shape.stages, end))
+            for chunk in range(self.chunks):
+                backward_chunk = self.chunks - 1 - chunk
+                for x in group:
+                    forwards.append(Action(F, x, iteration, chunk))
+                    backwards.append(Action(B, x, iteration, backward_chunk))
+        ahead = min(self._warmup(shape, stage), len(forwards))
         return one_forward_one_backward(forwards, backwards, ahead) + finish(iteration)
 
-    def _order(self, shape: Shape, iteration: int) -> list[tuple[int, int]]:
-        """(microbatch, chunk) of the forwards, group by group."""
-        start, m, d = iteration * shape.microbatches, shape.microbatches, shape.stages
-        groups = [range(start + k, start + min(k + d, m)) for k in range(0, m, d)]
-        return [
-            (x, chunk)
-            for group in groups
-            for chunk in range(self.chunks)
-            for x in group
-        ]
+    def _warmup(self, shape: Shape, stage: int) -> int:
+        """Forwards of chunks before the first backward."""
+        return 2 * shape.warmup(stage) + (self.chunks - 1) * shape.stages
 
     def min_microbatches(self, stages: int) -> int:
         return stages
 
     def max_in_flight(self, shape: Shape, stage: int) -> int:
         """Counted in chunks of microbatches."""
-        return min(
-            2 * shape.warmup(stage) + (self.chunks - 1) * shape.stages + 1,
-            shape.microbatches * self.chunks,
-        )
+        forwards = shape.microbatches * self.chunks
+        return min(self._warmup(shape, stage) + 1, forwards)

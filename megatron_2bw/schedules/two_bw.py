@@ -3,7 +3,7 @@ section 3.1)."""
 
 from dataclasses import dataclass, replace
 
-from megatron_2bw.schedules.action import Action, B, F, Shape
+from megatron_2bw.schedules.action import Action, B, Shape
 from megatron_2bw.schedules.base import (
     Schedule,
     reduce,
@@ -60,18 +60,19 @@ class TwoBW(Schedule):
         return self._ahead(shape.stages, stage)
 
     def _ahead(self, stages: int, stage: int) -> int:
-        extra = (
-            self.extra_warmup * (stages - 1)
-            if len(self.extra_warmup) == 1
-            else self.extra_warmup
-        )
-        return stages - 1 - stage + sum(extra[stage : stages - 1])
+        boundaries = stages - 1
+        extra = self.extra_warmup
+        if len(extra) == 1:
+            extra = extra * boundaries
+        return boundaries - stage + sum(extra[stage:boundaries])
 
     def version(self, shape: Shape, stage: int, microbatch: int) -> int:
         batch = shape.batch(microbatch)
         late = self.late(shape.stages, shape.microbatches)
-        fresh = late is not None and microbatch % shape.microbatches >= late
-        return batch if fresh or batch < max(self.sync_iterations, 1) else batch - 1
+        is_fresh = late is not None and microbatch % shape.microbatches >= late
+        if is_fresh or batch < max(self.sync_iterations, 1):
+            return batch
+        return batch - 1
 
     def reads_late(self, version: int) -> bool:
         # W(v) is read by batch v + 1, one update late; and by batch v itself if all of
@@ -94,13 +95,15 @@ class TwoBW(Schedule):
     def _latest(self, order: list[Action], iteration: int) -> int:
         """The index in `order` for the step of batch `iteration - 1`, which writes
         W(iteration)."""
-        backwards = [place for place, action in enumerate(order) if action.kind == B]
-        readers = [
-            place
-            for place, action in enumerate(order)
-            if action.kind == F and action.version == iteration
-        ]
-        return min([backwards[0 if self.gradient_slots == 1 else -1], *readers])
+        backwards = []
+        readers = []
+        for place, action in enumerate(order):
+            if action.kind == B:
+                backwards.append(place)
+            elif action.version == iteration:
+                readers.append(place)
+        latest = backwards[0] if self.gradient_slots == 1 else backwards[-1]
+        return min([latest, *readers])
 
     def min_microbatches(self, stages: int) -> int:
         # With fewer, a forward would need W(j) before the last backward of batch j-1
