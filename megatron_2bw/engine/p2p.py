@@ -46,7 +46,10 @@ class Channel:
     """
 
     def __init__(
-        self, lanes: Sequence[dist.ProcessGroup], peer: int, device: torch.device
+        self,
+        lanes: Sequence[dist.ProcessGroup],
+        peer: int,
+        device: torch.device,
     ):
         self.lanes = lanes
         self.peer = peer
@@ -91,7 +94,10 @@ class HostStagedChannel(Channel):
     occupies_device = False
 
     def __init__(
-        self, lanes: Sequence[dist.ProcessGroup], peer: int, device: torch.device
+        self,
+        lanes: Sequence[dist.ProcessGroup],
+        peer: int,
+        device: torch.device,
     ):
         super().__init__(lanes, peer, device)
         self._worker = Worker(f"exchange with rank {peer}", device)
@@ -181,7 +187,10 @@ class Receiver:
         self._posted: deque[tuple[torch.Tensor, Work]] = deque()
 
     def announce(
-        self, count: int, new_buffer: Callable[[], torch.Tensor], carried_over: int = 0
+        self,
+        count: int,
+        new_buffer: Callable[[], torch.Tensor],
+        carried_over: int = 0,
     ) -> None:
         """The neighbour will send `count` more messages, each into an empty tensor of
         `new_buffer`.
@@ -194,7 +203,11 @@ class Receiver:
         self._new_buffer = new_buffer
         self.post_early()
 
-    def hold_back(self, sent_before_step: int, is_stepping: Callable[[], bool]) -> None:
+    def hold_back(
+        self,
+        sent_before_step: int,
+        is_stepping: Callable[[], bool],
+    ) -> None:
         """While `is_stepping`, post only messages that do not depend on this stage's
         pending step.
 
@@ -365,7 +378,10 @@ def connect(
 
 
 def connect_group(
-    group: dist.ProcessGroup, pipeline: list[int], rank: int, device: torch.device
+    group: dist.ProcessGroup,
+    pipeline: list[int],
+    rank: int,
+    device: torch.device,
 ) -> None:
     """Exchange a message with each neighbour over `group`, in one batch: NCCL makes its
     communicator now.

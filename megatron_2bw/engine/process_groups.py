@@ -129,7 +129,10 @@ class StepGroup:
         return self._through_host("broadcast", tensors, options)
 
     def _through_host(
-        self, name: str, tensors: list[torch.Tensor], options: tuple[Any, ...]
+        self,
+        name: str,
+        tensors: list[torch.Tensor],
+        options: tuple[Any, ...],
     ) -> Any:
         collective: Callable[..., Any] = self.__getattr__(name)
         if not (self._over_gloo and tensors[0].is_cuda):

@@ -38,7 +38,13 @@ class NoRecorder:
     def mark(self) -> Any:
         return None
 
-    def add(self, action: Action, asked: Any, start: Any, end: Any) -> None:
+    def add(
+        self,
+        action: Action,
+        asked: Any,
+        start: Any,
+        end: Any,
+    ) -> None:
         pass
 
 
@@ -61,7 +67,13 @@ class Recorder:
         event.record()
         return event
 
-    def add(self, action: Action, asked: Any, start: Any, end: Any) -> None:
+    def add(
+        self,
+        action: Action,
+        asked: Any,
+        start: Any,
+        end: Any,
+    ) -> None:
         """Note an action by its three marks (see `Record`)."""
         self._marks.append((action, asked, start, end))
 

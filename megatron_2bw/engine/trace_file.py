@@ -32,7 +32,12 @@ class Timed(Protocol):
 class TraceWriter:
     """Appends the records of one rank to DIR/stage-S-pipeline-P.json."""
 
-    def __init__(self, directory: Path, stage: int, pipeline: int):
+    def __init__(
+        self,
+        directory: Path,
+        stage: int,
+        pipeline: int,
+    ):
         directory.mkdir(parents=True, exist_ok=True)
         self.stage, self.pipeline = stage, pipeline
         path = directory / f"stage-{stage:02d}-pipeline-{pipeline}.json"
@@ -67,7 +72,9 @@ class TraceWriter:
 
 
 def names_of(
-    title: str, stages: Iterable[int], pipeline: int = 0
+    title: str,
+    stages: Iterable[int],
+    pipeline: int = 0,
 ) -> list[dict[str, Any]]:
     """The events that name a pipeline and its stages."""
     place = {"ph": "M", "pid": pipeline}
@@ -84,12 +91,20 @@ def names_of(
 
 
 def spans_of(
-    timed: Timed, stage: int, pipeline: int = 0, **more: Any
+    timed: Timed,
+    stage: int,
+    pipeline: int = 0,
+    **more: Any,
 ) -> Iterator[dict[str, Any]]:
     """The events of an action, `more` in its arguments, and of the wait before it. Its
     times are in seconds."""
 
-    def span(name: str, kind: str, start: float, end: float) -> dict[str, Any]:
+    def span(
+        name: str,
+        kind: str,
+        start: float,
+        end: float,
+    ) -> dict[str, Any]:
         place = {"name": name, "cat": kind, "ph": "X", "pid": pipeline, "tid": stage}
         return place | {"ts": start * 1e6, "dur": (end - start) * 1e6}
 

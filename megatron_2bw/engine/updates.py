@@ -239,7 +239,11 @@ class LateUpdate:
         self.stores.bind_newest()
         self._step.bind(self.stores.newest, None)
 
-    def _run(self, job: Callable[[], Any], ready: torch.cuda.Event | None) -> Any:
+    def _run(
+        self,
+        job: Callable[[], Any],
+        ready: torch.cuda.Event | None,
+    ) -> Any:
         """In the worker's thread: the job, from when the gradients are `ready` until
         the GPU has completed it."""
         if self._stream is None or ready is None:

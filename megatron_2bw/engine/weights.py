@@ -77,11 +77,11 @@ class WeightStores:
     def _views_of(
         self, buffers: Sequence[Any], data: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        places = {}
+        views: dict[torch.nn.Parameter, torch.Tensor] = {}
         for buffer, flat in zip(buffers, data):
             for param, (start, end, _) in buffer.param_index_map.items():
-                places[param] = flat[start:end].view(param.shape)
-        return [places[param] for param in self.params]
+                views[param] = flat[start:end].view(param.shape)
+        return [views[param] for param in self.params]
 
     def _allocate(self, copy: bool) -> list[torch.Tensor]:
         """Views of one flat tensor per dtype, in the order of the parameters; with

@@ -31,7 +31,12 @@ class Schedule:
     # does
     round: int | None = None
 
-    def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
+    def actions(
+        self,
+        shape: Shape,
+        stage: int,
+        iteration: int,
+    ) -> list[Action]:
         """The actions of `stage` in `iteration`, in order.
 
         At STEP the update must be complete: at the end of the batch's iteration, or,
@@ -39,7 +44,12 @@ class Schedule:
         """
         raise NotImplementedError
 
-    def version(self, shape: Shape, stage: int, microbatch: int) -> int:
+    def version(
+        self,
+        shape: Shape,
+        stage: int,
+        microbatch: int,
+    ) -> int:
         """The weight version of `microbatch`, forward and backward; here its own
         batch's, so without gradient delay."""
         return shape.batch(microbatch)
@@ -83,7 +93,9 @@ def finish(iteration: int) -> list[Action]:
 
 
 def one_forward_one_backward(
-    forwards: list[Action], backwards: list[Action], ahead: int
+    forwards: list[Action],
+    backwards: list[Action],
+    ahead: int,
 ) -> list[Action]:
     """`ahead` forwards, then forward and backward in turn, then the remaining backwards
     (1F1B)."""
@@ -96,7 +108,10 @@ def one_forward_one_backward(
 
 
 def with_flush(
-    schedule: Schedule, shape: Shape, stage: int, iteration: int
+    schedule: Schedule,
+    shape: Shape,
+    stage: int,
+    iteration: int,
 ) -> list[Action]:
     """An iteration on the newest weights that empties the pipeline before its step, and
     after each round."""
@@ -113,7 +128,10 @@ def with_flush(
 
 
 def without_flush(
-    schedule: Schedule, shape: Shape, stage: int, iteration: int
+    schedule: Schedule,
+    shape: Shape,
+    stage: int,
+    iteration: int,
 ) -> list[Action]:
     """Forwards and backwards of an iteration of a pipeline that is never drained
     (paper, Figure 2).

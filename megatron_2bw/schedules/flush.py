@@ -16,7 +16,12 @@ from megatron_2bw.schedules.base import Schedule, with_flush
 class Flush(Schedule):
     """The common part of the schedules with a flush."""
 
-    def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
+    def actions(
+        self,
+        shape: Shape,
+        stage: int,
+        iteration: int,
+    ) -> list[Action]:
         return with_flush(self, shape, stage, iteration)
 
     def max_in_flight(self, shape: Shape, stage: int) -> int:

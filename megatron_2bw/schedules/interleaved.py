@@ -21,7 +21,12 @@ class Interleaved(Schedule):
 
     chunks: int
 
-    def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
+    def actions(
+        self,
+        shape: Shape,
+        stage: int,
+        iteration: int,
+    ) -> list[Action]:
         forwards: list[Action] = []
         backwards: list[Action] = []
         start = iteration * shape.microbatches
@@ -38,7 +43,8 @@ class Interleaved(Schedule):
 
     def _warmup(self, shape: Shape, stage: int) -> int:
         """Forwards of chunks before the first backward."""
-        return 2 * shape.warmup(stage) + (self.chunks - 1) * shape.stages
+        earlier_chunks = self.chunks - 1
+        return 2 * shape.warmup(stage) + earlier_chunks * shape.stages
 
     def min_microbatches(self, stages: int) -> int:
         return stages

@@ -20,13 +20,23 @@ class PipeDream(Schedule):
     global_step = False
     same_version_everywhere = False
 
-    def version(self, shape: Shape, stage: int, microbatch: int) -> int:
+    def version(
+        self,
+        shape: Shape,
+        stage: int,
+        microbatch: int,
+    ) -> int:
         """Updates that `stage` has completed when the forward of `microbatch` runs."""
         return max(
             (microbatch - shape.warmup(stage)) // shape.microbatches, shape.first
         )
 
-    def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
+    def actions(
+        self,
+        shape: Shape,
+        stage: int,
+        iteration: int,
+    ) -> list[Action]:
         return without_flush(self, shape, stage, iteration) + finish(iteration)
 
     def max_versions(self, shape: Shape, stage: int) -> int:

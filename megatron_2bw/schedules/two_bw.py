@@ -37,9 +37,8 @@ class TwoBW(Schedule):
                     microbatch's time; with k each is hidden up to k / 2 of that time.
                     For slow links; it costs the activations of k microbatches.
     sync_iterations the first n batches run on W(j), with a flush after each but the
-                    last of them, whose backwards
-                    already overlap the forwards of batch n on the same W(n-1). So 0 and
-                    1 are the same.
+                    last of them, whose backwards already overlap the forwards of batch
+                    n on the same W(n-1). So 0 and 1 are the same.
     late_microbatches  the first of batch j, which run on W(j-1); the others run on
                        W(j). None: all, as in the paper. At least stage 0's forwards
                        ahead; each one more gives the step the time of an F and a B.
@@ -66,7 +65,12 @@ class TwoBW(Schedule):
             extra = extra * boundaries
         return boundaries - stage + sum(extra[stage:boundaries])
 
-    def version(self, shape: Shape, stage: int, microbatch: int) -> int:
+    def version(
+        self,
+        shape: Shape,
+        stage: int,
+        microbatch: int,
+    ) -> int:
         batch = shape.batch(microbatch)
         late = self.late(shape.stages, shape.microbatches)
         is_fresh = late is not None and microbatch % shape.microbatches >= late
@@ -79,7 +83,12 @@ class TwoBW(Schedule):
         # that runs without delay.
         return version >= max(self.sync_iterations, 1)
 
-    def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
+    def actions(
+        self,
+        shape: Shape,
+        stage: int,
+        iteration: int,
+    ) -> list[Action]:
         # the last iteration that fills the pipeline
         filled = max(shape.first, self.sync_iterations - 1)
         if iteration < filled:
@@ -102,7 +111,9 @@ class TwoBW(Schedule):
                 backwards.append(place)
             elif action.version == iteration:
                 readers.append(place)
-        latest = backwards[0] if self.gradient_slots == 1 else backwards[-1]
+        latest = backwards[-1]
+        if self.gradient_slots == 1:
+            latest = backwards[0]
         return min([latest, *readers])
 
     def min_microbatches(self, stages: int) -> int:
@@ -117,8 +128,8 @@ class TwoBW(Schedule):
         return self.late_microbatches
 
     def late_of_auto(self, stages: int, microbatches: int) -> int | None:
-        """Of --two-bw-correction auto: a quarter of a batch, one or two a stage; all,
-        if that is more than half."""
+        """What --two-bw-correction auto chooses: a quarter of a batch, one or two a
+        stage; all, if that is more than half."""
         least = self.min_microbatches(stages)
         late = max(least, min(2 * least, microbatches // 4))
         return late if late <= microbatches // 2 else None

@@ -7,7 +7,6 @@ and no weights that are still read are overwritten.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NoReturn
 
 from megatron_2bw.schedules.action import REDUCE, STEP, Action, B, F, Shape
@@ -19,20 +18,32 @@ class ScheduleError(ValueError):
     marked by > <."""
 
 
-@dataclass
 class _Stage:
-    """The progress of one stage."""
+    """The progress of one stage.
 
-    index: int
-    actions: list[Action]
-    newest: int
-    position: int = 0
-    # in the order in which their outputs are sent
-    forwards: list[int] = field(default_factory=list)
-    backwards: list[int] = field(default_factory=list)
-    in_flight: dict[int, int] = field(default_factory=dict)  # microbatch -> version
-    version_of: dict[int, int] = field(default_factory=dict)  # of all forwards so far
-    held: set[int] = field(default_factory=set)  # weight versions in the stores
+    forwards   microbatches in the order in which their outputs are sent; so backwards
+    in_flight  the weight version of each microbatch between its forward and backward
+    versions   of all forwards so far
+    newest     the newest weight version
+    held       the weight versions in the stores
+    """
+
+    def __init__(
+        self,
+        index: int,
+        actions: list[Action],
+        newest: int,
+    ):
+        self.index = index
+        self.actions = actions
+        self.position = 0
+        self.forwards: list[int] = []
+        self.backwards: list[int] = []
+        self.in_flight: dict[int, int] = {}
+        self.versions: dict[int, int] = {}
+        self.newest = newest
+        # a resumed 2BW run starts with W(first) and the shadow weights W(first - 1)
+        self.held = self.kept() | {newest}
 
     @property
     def next(self) -> Action | None:
@@ -45,13 +56,15 @@ class _Stage:
         forwards still read."""
         versions = set(self.in_flight.values())
         for action in self.actions[self.position :]:
-            if action.kind == F and action.version <= self.newest:
+            if action.kind == F:
                 versions.add(action.version)
-        return versions
+        return {version for version in versions if version <= self.newest}
 
     def has_reduced(self, batch: int) -> bool:
-        done = reversed(self.actions[: self.position])
-        return any(action.kind == REDUCE and action.batch == batch for action in done)
+        for action in reversed(self.actions[: self.position]):
+            if action.kind == REDUCE:
+                return action.batch >= batch
+        return False
 
 
 def validate(schedule: Schedule, shape: Shape) -> None:
@@ -73,7 +86,9 @@ def validate(schedule: Schedule, shape: Shape) -> None:
 
 
 def check_actions(
-    actions: list[list[Action]], schedule: Schedule, shape: Shape
+    actions: list[list[Action]],
+    schedule: Schedule,
+    shape: Shape,
 ) -> None:
     """Check action lists, one per stage, against the rules and the limits of
     `schedule`. Raises ScheduleError."""
@@ -81,15 +96,17 @@ def check_actions(
 
 
 class _DryRun:
-    def __init__(self, actions: list[list[Action]], schedule: Schedule, shape: Shape):
+    def __init__(
+        self,
+        actions: list[list[Action]],
+        schedule: Schedule,
+        shape: Shape,
+    ):
         self.schedule = schedule
         self.shape = shape
         self.stages: list[_Stage] = []
         for index, own in enumerate(actions):
-            stage = _Stage(index, own, newest=shape.first)
-            # a resumed 2BW run starts with W(first) and the shadow weights W(first - 1)
-            stage.held = {shape.first, *stage.kept()}
-            self.stages.append(stage)
+            self.stages.append(_Stage(index, own, newest=shape.first))
 
     def run(self) -> None:
         """Each stage runs as far as its messages let it, until all have ended."""
@@ -97,12 +114,12 @@ class _DryRun:
         while waiting:
             progressed = False
             for stage in waiting:
-                while stage.next and self.is_ready(stage, stage.next):
-                    self.execute(stage, stage.next)
-                    stage.position += 1
+                while self.is_ready(stage):
+                    self.execute(stage)
                     progressed = True
             if not progressed:
-                reason = f"deadlock: {waiting[0].next} waits for a message that is never sent"
+                action = waiting[0].next
+                reason = f"deadlock: {action} waits for a message that is never sent"
                 self.fail(waiting[0], reason)
             waiting = [stage for stage in waiting if stage.next]
         for stage in self.stages:
@@ -110,25 +127,36 @@ class _DryRun:
 
     def before(self, stage: _Stage) -> _Stage | None:
         """The stage that sends activations to `stage`."""
-        return self.stages[stage.index - 1] if stage.index > 0 else None
+        if stage.index == 0:
+            return None
+        return self.stages[stage.index - 1]
 
     def after(self, stage: _Stage) -> _Stage | None:
         """The stage that sends gradients to `stage`."""
-        last = stage.index == len(self.stages) - 1
-        return None if last else self.stages[stage.index + 1]
+        if stage is self.stages[-1]:
+            return None
+        return self.stages[stage.index + 1]
 
-    def is_ready(self, stage: _Stage, action: Action) -> bool:
-        """Whether the inputs of a stage's next action have arrived. Messages of a
+    def is_ready(self, stage: _Stage) -> bool:
+        """Whether a stage has a next action, and its inputs have arrived. Messages of a
         boundary arrive in the order sent."""
-        if action.kind == F and (before := self.before(stage)):
+        action = stage.next
+        before = self.before(stage)
+        after = self.after(stage)
+        if action is None:
+            return False
+        if action.kind == F and before is not None:
             return len(before.forwards) > len(stage.forwards)
-        if action.kind == B and (after := self.after(stage)):
+        if action.kind == B and after is not None:
             return len(after.backwards) > len(stage.backwards)
         if action.kind == STEP and self.schedule.global_step:
             return all(other.has_reduced(action.batch) for other in self.stages)
         return True
 
-    def execute(self, stage: _Stage, action: Action) -> None:
+    def execute(self, stage: _Stage) -> None:
+        """The next action of a stage."""
+        action = stage.next
+        assert action is not None
         if action.chunk >= self.schedule.chunks:
             self.fail(
                 stage, f"{action} names a model chunk that the stage does not hold"
@@ -141,6 +169,7 @@ class _DryRun:
             self.reduce(stage, action)
         else:
             self.step(stage, action)
+        stage.position += 1
 
     def forward(self, stage: _Stage, action: Action) -> None:
         x = action.microbatch
@@ -159,11 +188,11 @@ class _DryRun:
         if action.version not in stage.held:
             self.fail(stage, f"{reads}, which the stage does not hold")
         if before is not None and self.schedule.same_version_everywhere:
-            other = before.version_of[x]
+            other = before.versions[x]
             if other != action.version:
                 self.fail(stage, f"{reads}, stage {before.index} read W({other})")
         stage.forwards.append(x)
-        stage.version_of[x] = action.version
+        stage.versions[x] = action.version
         stage.in_flight[x] = action.version
         limit = self.schedule.max_in_flight(self.shape, stage.index)
         count = len(stage.in_flight)
@@ -174,7 +203,8 @@ class _DryRun:
         x = action.microbatch
         if x not in stage.in_flight:
             self.fail(stage, f"microbatch {x} runs backward without its forward")
-        if after := self.after(stage):
+        after = self.after(stage)
+        if after is not None:
             sent = after.backwards[len(stage.backwards)]
             if sent != x:
                 self.fail(
@@ -194,7 +224,7 @@ class _DryRun:
         self.check_backwards(stage, action)
         kept = stage.kept()
         limit = self.schedule.max_versions(self.shape, stage.index)
-        if self.schedule.late_step and len(kept) > limit - 1:
+        if self.schedule.late_step and len(kept) >= limit:
             self.fail(
                 stage,
                 f"{action}: versions {sorted(kept)} leave no free weight store for its step",
@@ -216,45 +246,60 @@ class _DryRun:
         stage.newest = action.version
 
     def check_backwards(self, stage: _Stage, action: Action) -> None:
-        m = self.shape.microbatches
-        for x in range(action.batch * m, (action.batch + 1) * m):
+        count = self.shape.microbatches
+        first = action.batch * count
+        for x in range(first, first + count):
             if x not in stage.backwards:
                 self.fail(stage, f"{action} before the backward of microbatch {x}")
 
     def check_complete(self, stage: _Stage) -> None:
         shape = self.shape
-        expected = range(
-            shape.first * shape.microbatches, shape.end * shape.microbatches
-        )
+        first = shape.first * shape.microbatches
+        end = shape.end * shape.microbatches
+        expected = range(first, end)
         for run in (stage.backwards, stage.forwards):
             differing = set(run).symmetric_difference(expected)
             if differing:
                 self.fail(stage, f"microbatch {min(differing)} is not run exactly once")
         for kind, name in ((REDUCE, "reduced"), (STEP, "stepped")):
-            batches = [action.batch for action in stage.actions if action.kind == kind]
+            batches = []
+            for action in stage.actions:
+                if action.kind == kind:
+                    batches.append(action.batch)
             if batches != [*range(shape.first, shape.end)]:
                 self.fail(stage, f"each batch is {name} once, in order, not {batches}")
 
     def fail(self, stage: _Stage, reason: str) -> NoReturn:
         step = min(stage.position, len(stage.actions) - 1)
-        table = grid([each.actions for each in self.stages], (stage.index, step))
-        raise ScheduleError(f"stage {stage.index}, step {step}: {reason}\n{table}")
+        place = f"stage {stage.index}, step {step}"
+        actions = [each.actions for each in self.stages]
+        table = grid(actions, mark=(stage.index, step))
+        raise ScheduleError(f"{place}: {reason}\n{table}")
 
 
-def grid(actions: list[list[Action]], mark: tuple[int, int] | None = None) -> str:
+def grid(
+    actions: list[list[Action]],
+    mark: tuple[int, int] | None = None,
+) -> str:
     """The rank x step table of action lists as text; the action at `mark` = (stage,
     step) stands between > <."""
     cells = [[str(action) for action in own] for own in actions]
     if mark is not None and cells[mark[0]]:
         stage, step = mark
         cells[stage][step] = f">{cells[stage][step]}<"
-    steps = [str(step) for step in range(max(map(len, cells)))]
-    width = max(len(cell) for own in [["F0@0.0"], *cells] for cell in own)
+    width = len("F0@0.0")
+    steps: list[str] = []
+    for own in cells:
+        width = max(width, *map(len, own))
+        while len(steps) < len(own):
+            steps.append(str(len(steps)))
     rows = [("step", steps)]
     for stage, own in enumerate(cells):
         rows.append((f"stage {stage}", own))
     lines = []
     for title, row in rows:
-        columns = [cell.ljust(width) for cell in row]
-        lines.append(title.ljust(9) + " ".join(columns))
-    return "\n".join(line.rstrip() for line in lines)
+        line = title.ljust(8)
+        for cell in row:
+            line += " " + cell.ljust(width)
+        lines.append(line.rstrip())
+    return "\n".join(lines)
