@@ -180,7 +180,8 @@ def _zero_bubble(cost: Cost, plan: Plan, limit: int) -> tuple[float, float]:
     inputs = [
         whole - own for whole, own in zip(times.of("backward", plan.depth), weight)
     ]
-    split = replace(times, backward=inputs, weight=weight, sending=0.0)
+    inputs_only = replace(times, backward=inputs, sending=0.0)
+    split = zero_bubble.SplitTimes(**vars(inputs_only), weight=weight)
     # Their runtime overlaps exchanges with computation (sending 0), Megatron's waits. A
     # stage holds up to `limit` microbatches until their W has run.
     kept, working = cost.memory.layer(plan)

@@ -8,9 +8,20 @@ iterations follow each other without a common step. Nothing of this project runs
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass
 
-from megatron_2bw.schedules import Action, B, F, Schedule, W
-from megatron_2bw.tools.timelines.simulator import Times, simulate_lists
+from megatron_2bw.schedules import Action, B, F, Schedule
+from megatron_2bw.tools.timelines.simulator import PerStage, Times, simulate_lists
+
+W = "W"  # the weights' part of a backward; B is the inputs' part
+
+
+@dataclass(frozen=True)
+class SplitTimes(Times):
+    weight: PerStage = 0.0  # of W for one microbatch
+
+    def computations(self, stages: int) -> dict[str, list[float]]:
+        return super().computations(stages) | {W: self.of("weight", stages)}
 
 
 class ZeroBubble(Schedule):
@@ -19,7 +30,7 @@ class ZeroBubble(Schedule):
 
 
 def order(
-    stages: int, microbatches: int, times: Times, limit: int, kept: float
+    stages: int, microbatches: int, times: SplitTimes, limit: int, kept: float
 ) -> list[list[Action]]:
     """Lists of a greedy schedule: a backward as soon as its gradient is there, else a
     forward, else a W.
@@ -27,11 +38,7 @@ def order(
     limit  microbatches whose activations a stage may hold (p for ZB-1p, 2p for ZB-2p)
     kept   share of a microbatch's activations that stays from its B to its W
     """
-    took = {
-        F: times.of("forward", stages),
-        B: times.of("backward", stages),
-        W: times.of("weight", stages),
-    }
+    took = times.computations(stages)
     transfer = times.of("transfer", stages)
     lists: list[list[Action]] = [[] for _ in range(stages)]
     arrived = {F: [{} for _ in range(stages)], B: [{} for _ in range(stages)]}
@@ -74,7 +81,7 @@ def order(
 
 
 def iteration_time(
-    stages: int, microbatches: int, times: Times, limit: int, kept: float
+    stages: int, microbatches: int, times: SplitTimes, limit: int, kept: float
 ) -> float:
     """The longest that a stage is taken by one iteration; the next one follows on that
     stage at once."""

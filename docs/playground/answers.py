@@ -195,12 +195,10 @@ class Parameters:
         return Times(
             self.forward,
             self.backward,
-            0.0,
-            transfer,
-            occupied,
-            0.0,
-            self.reduce,
-            self.step,
+            transfer=transfer,
+            occupied=occupied,
+            reduce=self.reduce,
+            step=self.step,
         )
 
 

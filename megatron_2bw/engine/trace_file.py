@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from megatron_2bw.schedules import Action, B, F, W
+from megatron_2bw.schedules import Action, B, F
 
 
 class Timed(Protocol):
@@ -111,7 +111,7 @@ def spans_of(
     action, waited = timed.action, timed.start - timed.asked
     if waited > 1e-6:
         yield span("wait", "wait", timed.asked, timed.start) | {"cname": "grey"}
-    number = "microbatch" if action.kind in (F, B, W) else "batch"
+    number = "microbatch" if action.kind in (F, B) else "batch"
     args = {
         "kind": action.kind,
         number: action.number,

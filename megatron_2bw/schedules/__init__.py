@@ -1,7 +1,7 @@
 """Pipeline schedules as data: pure Python, no torch. One definition drives runtime,
 validator and pictures."""
 
-from megatron_2bw.schedules.action import REDUCE, STEP, Action, B, F, Shape, W, parse
+from megatron_2bw.schedules.action import REDUCE, STEP, Action, B, F, Shape, parse
 from megatron_2bw.schedules.base import Schedule
 from megatron_2bw.schedules.flush import GPipe, NoPipelining, PipeDreamFlush
 from megatron_2bw.schedules.pipedream import PipeDream

@@ -11,17 +11,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 F, B, REDUCE, STEP = "F", "B", "R", "S"
-# the weights' part of a backward, where a schedule splits it (bench/zero_bubble.py)
-W = "W"
 
 
 class Action(NamedTuple):
     """What a stage does next.
 
-    kind     F (forward), B (backward; of the inputs alone in schedules with a separate
-             W, the weights' part), R (start of the data-parallel reduction), S
+    kind     F (forward), B (backward), R (start of the data-parallel reduction), S
              (optimizer step)
-    number   of the `microbatch` of F, B and W; of the `batch` of R and S
+    number   of the `microbatch` of F and B; of the `batch` of R and S
     version  F, B: the microbatch runs on W(version); R: the version its gradients
              belong to; S: the step writes W(version)
     chunk    the part of the stage's model, where a stage holds several
@@ -34,7 +31,7 @@ class Action(NamedTuple):
 
     @property
     def microbatch(self) -> int:
-        """Of F, B and W, counted from the start of training: batch j holds microbatches
+        """Of F and B, counted from the start of training: batch j holds microbatches
         jm ... (j+1)m - 1."""
         assert self.kind not in (REDUCE, STEP), f"{self} is of a batch"
         return self.number
@@ -59,7 +56,7 @@ def parse(text: str) -> list[Action]:
     """
     actions = []
     for word in text.split():
-        match = re.fullmatch(r"([FBWRS])(\d+)@(\d+)(?:\.(\d+))?", word)
+        match = re.fullmatch(r"([FBRS])(\d+)@(\d+)(?:\.(\d+))?", word)
         if match is None:
             raise ValueError(f"not an action: {word!r} (expected for instance F12@3)")
         actions.append(

@@ -252,7 +252,7 @@ def test_the_overlap_cost_is_the_stages_own_time():
         )
 
 
-# --- chunks, and weights apart
+# --- chunks
 # --------------------------------------------------------------------------------------
 
 

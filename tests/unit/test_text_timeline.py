@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_2bw.schedules import SCHEDULES, Shape, parse
+from megatron_2bw.schedules import SCHEDULES, Shape
 from megatron_2bw.schedules.interleaved import Interleaved
 from megatron_2bw.tools.timelines.simulator import (
-    Event,
     Times,
     by_stage,
     iteration_time,
@@ -76,17 +75,6 @@ def test_times_without_a_common_step_keep_their_numbers_and_lengths():
         assert ["b" in word for word in words] == [
             action.kind == "B" for action in work
         ]
-
-
-def test_a_backward_in_two_parts():
-    events = [
-        Event(0, action, start, end)
-        for action, start, end in zip(parse("F0@0 B0@0 W0@0"), (0, 1, 2), (1, 2, 3))
-    ]
-    text = render(events, 1).splitlines()
-    assert (
-        text[1] == "stage 0  1  1b 1w " and "1w weights' part of a backward" in text[2]
-    )
 
 
 @pytest.mark.parametrize(

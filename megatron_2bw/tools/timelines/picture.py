@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_2bw.base.files import new_figure, write_figure
-from megatron_2bw.schedules import REDUCE, STEP, B, F, Schedule, Shape, W
+from megatron_2bw.schedules import REDUCE, STEP, B, F, Schedule, Shape
 from megatron_2bw.tools.timelines.simulator import (
     Event,
     PerStage,
@@ -23,8 +23,6 @@ from megatron_2bw.tools.timelines.text import busy_words, label
 # the darker of a pair.
 FORWARD = ("#a6d3f2", "#fbd9a5", "#bfe5d9")
 BACKWARD = ("#0072b2", "#b85c00", "#00664c")
-WEIGHT = ("#003f66", "#663300", "#00352a")
-DARK = {*BACKWARD, *WEIGHT}  # with white numbers
 IDLE, UPDATE = "#e9ebee", "#8d959e"  # UPDATE: a stage's own time for an update
 # inches (a page: 100 pixels each): a picture, a row, all rows
 WIDTH, ROW, HIGHEST = 8.5, 0.27, 9.0
@@ -127,7 +125,7 @@ def draw_rows(
             for event in own
             if event.action.kind in kinds and event.end > event.start
         ]
-        bars = [event for event in own if event.action.kind in (F, B, W)]
+        bars = [event for event in own if event.action.kind in (F, B)]
         colours = [_colour(event, shape) for event in bars]
         shades = [
             (colour, 1 - event.action.chunk / chunks / 2)
@@ -166,7 +164,7 @@ def _spans(events: list[Event]) -> list[tuple[float, float]]:
 
 def _colour(event: Event, shape: Shape) -> str:
     """By batch and kind; those of later chunks are drawn lighter."""
-    colours = {F: FORWARD, B: BACKWARD, W: WEIGHT}[event.action.kind]
+    colours = FORWARD if event.action.kind == F else BACKWARD
     return colours[shape.batch(event.action.microbatch) % len(colours)]
 
 
@@ -184,7 +182,7 @@ def _number(
     style = {
         "ha": "center",
         "va": "center",
-        "color": "white" if colour in DARK else "black",
+        "color": "white" if colour in BACKWARD else "black",
     }
     if points >= 4.5 * len(text) + 1:
         axis.text(middle, row + 0.14 * versions, text, fontsize=7, **style)

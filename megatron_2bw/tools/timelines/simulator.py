@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron_2bw.schedules import REDUCE, STEP, Action, B, F, Schedule, Shape, W
+from megatron_2bw.schedules import REDUCE, STEP, Action, B, F, Schedule, Shape
 
 PerStage = float | Sequence[float]
 
@@ -25,9 +25,7 @@ class Times:
     together)."""
 
     forward: PerStage = 1.0  # t_f of one microbatch
-    # t_b of one microbatch; in schedules with W, of the inputs' part
-    backward: PerStage = 2.0
-    weight: PerStage = 0.0  # of the weights' part, in schedules with W
+    backward: PerStage = 2.0  # t_b of one microbatch
     # of a message over the boundary after the stage (the last stage's leads to the
     # first)
     transfer: PerStage = 0.0
@@ -53,6 +51,11 @@ class Times:
             if isinstance(given, (int, float))
             else [float(time) for time in given]
         )
+
+    def computations(self, stages: int) -> dict[str, list[float]]:
+        """Each stage's time of a microbatch, by kind of action. A schedule with more
+        kinds adds them."""
+        return {F: self.of("forward", stages), B: self.of("backward", stages)}
 
 
 class Event(NamedTuple):
@@ -170,10 +173,9 @@ class _Run:
             len(lists),
             computed,
         )
-        kinds = {F: "forward", B: "backward", W: "weight"}
         self.took = {
-            kind: [time / schedule.chunks for time in times.of(name, self.stages)]
-            for kind, name in kinds.items()
+            kind: [time / schedule.chunks for time in each]
+            for kind, each in times.computations(self.stages).items()
         }
         self.times, self.common = times, schedule.global_step or times.joint_step
         self.arrived: dict[tuple[str, int, int], float] = {}  # messages

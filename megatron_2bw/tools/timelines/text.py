@@ -12,12 +12,12 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
-from megatron_2bw.schedules import REDUCE, STEP, B, F, W
+from megatron_2bw.schedules import REDUCE, STEP, B, F
 from megatron_2bw.tools.timelines.simulator import Event, by_stage, makespan
 
-FILL = {F: " ", B: "b", W: "w"}
+FILL = {F: " ", B: "b"}
 UPDATE = "u"  # a stage's own time for an update that overlaps its batches
-LEGEND = {F: "1 forward", B: "1b backward", W: "1w weights' part of a backward"}
+LEGEND = {F: "1 forward", B: "1b backward"}
 
 
 class _Scale(NamedTuple):
@@ -108,7 +108,7 @@ def _windows(events: list[Event]) -> list[tuple[float, float]]:
         kind = event.action.kind
         if kind in FILL:
             work += event.end - event.start
-            ahead += {F: 1, B: -1, W: 0}[kind]
+            ahead += {F: 1, B: -1}[kind]
         elif kind == REDUCE:
             if begin is not None and ahead == 0 and work:
                 found.append((work, event.end - begin))

@@ -10,7 +10,7 @@ export const COLOURS = [
   ["#fbd9a5", "#000", "#b85c00", "#fff"],
   ["#bfe5d9", "#000", "#00664c", "#fff"],
 ];
-const ACTION = /^([FBWRS])(\d+)@(\d+)(?:\.(\d+))?$/;
+const ACTION = /^([FBRS])(\d+)@(\d+)(?:\.(\d+))?$/;
 
 /** The events of an answer by stage, its waits and its critical path. */
 export function read(answer) {
