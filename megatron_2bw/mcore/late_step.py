@@ -31,17 +31,22 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.training import async_utils
 
 from megatron_2bw.engine.recorder import Marks
 from megatron_2bw.engine.updates import BatchStep, PerBatch
 from megatron_2bw.engine.weights import WeightStores
 from megatron_2bw.mcore.checkpoints.optimizer_state import is_emerging
-from megatron_2bw.mcore.checkpoints.state import RunState, written_here
+from megatron_2bw.mcore.checkpoints.state import RunState
 from megatron_2bw.mcore.complete_gradients import CompleteGradients
 from megatron_2bw.mcore.correction import NO_CORRECTION, Correction
-from megatron_2bw.mcore.grad_buffers import GradientSlots, Slot, do_nothing
+from megatron_2bw.mcore.grad_buffers import (
+    GradientSlots,
+    LossScales,
+    Slot,
+    do_nothing,
+)
 from megatron_2bw.mcore.host_memory import HostMemory, empty_pages, settle
-from megatron_2bw.mcore.loss_scales import LossScales
 from megatron_2bw.mcore.options import RunOptions
 from megatron_2bw.mcore.proxies import Proxies, thread_local_matmul_precision
 from megatron_2bw.mcore.routers import RouterBatch, Routers
@@ -429,3 +434,16 @@ class LateStep(BatchStep):
             return False, False
         exit_requested, unwritten = self._groups.any_rank(wants_exit, not written)
         return exit_requested, written is not None and not unwritten
+
+
+def written_here() -> bool | None:
+    """Whether this rank has written the oldest checkpoint in the queue; None if it is
+    empty. Asks no other rank."""
+    if async_utils.is_empty_async_queue():
+        return None
+    call = async_utils._async_calls_queue.async_calls[0]
+    written = call.async_caller.is_current_async_call_done(blocking=False, no_dist=True)
+    if written and hasattr(call.async_caller, "cur_item"):
+        # a persistent worker reports it only once, and Megatron asks again
+        call.async_caller.cur_item = call.idx
+    return written

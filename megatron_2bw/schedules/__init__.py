@@ -1,8 +1,16 @@
 """Pipeline schedules as data: pure Python, no torch. One definition drives runtime,
 validator and pictures."""
 
-from megatron_2bw.schedules.action import REDUCE, STEP, Action, B, F, Shape, parse
-from megatron_2bw.schedules.base import Schedule
+from megatron_2bw.schedules.base import (
+    REDUCE,
+    STEP,
+    Action,
+    B,
+    F,
+    Schedule,
+    Shape,
+    parse,
+)
 from megatron_2bw.schedules.flush import GPipe, NoPipelining, PipeDreamFlush
 from megatron_2bw.schedules.pipedream import PipeDream
 from megatron_2bw.schedules.two_bw import TwoBW

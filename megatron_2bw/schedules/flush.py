@@ -8,8 +8,7 @@ gradients in the same order and give the same bits.
 
 from dataclasses import dataclass
 
-from megatron_2bw.schedules.action import Action, Shape
-from megatron_2bw.schedules.base import Schedule, with_flush
+from megatron_2bw.schedules.base import Action, Schedule, Shape, with_flush
 
 
 @dataclass(frozen=True)

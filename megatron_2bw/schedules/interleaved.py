@@ -3,8 +3,15 @@ it, not our runtime."""
 
 from dataclasses import dataclass
 
-from megatron_2bw.schedules.action import Action, B, F, Shape
-from megatron_2bw.schedules.base import Schedule, finish, one_forward_one_backward
+from megatron_2bw.schedules.base import (
+    Action,
+    B,
+    F,
+    Schedule,
+    Shape,
+    finish,
+    one_forward_one_backward,
+)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 
 from dataclasses import dataclass
 
-from megatron_2bw.schedules.action import Action, Shape
-from megatron_2bw.schedules.base import Schedule, finish, without_flush
+from megatron_2bw.schedules.base import Action, Schedule, Shape, finish, without_flush
 
 
 @dataclass(frozen=True)

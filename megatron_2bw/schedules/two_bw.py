@@ -3,9 +3,11 @@ section 3.1)."""
 
 from dataclasses import dataclass, replace
 
-from megatron_2bw.schedules.action import Action, B, Shape
 from megatron_2bw.schedules.base import (
+    Action,
+    B,
     Schedule,
+    Shape,
     reduce,
     step,
     with_flush,

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from megatron_2bw.schedules.action import REDUCE, STEP, Action, B, F, Shape
-from megatron_2bw.schedules.base import Schedule
+from megatron_2bw.schedules.base import REDUCE, STEP, Action, B, F, Schedule, Shape
 
 
 class ScheduleError(ValueError):

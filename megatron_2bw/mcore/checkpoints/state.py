@@ -28,8 +28,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.utils import unwrap_model
-from megatron.training import async_utils, get_args
-from megatron.training.async_utils import is_empty_async_queue
+from megatron.training import get_args
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_2bw.base.errors import UserError
@@ -282,19 +281,6 @@ class Checkpoints:
         self._runtime.resume(
             RunState(shadow, scale, working, correction, sync_iterations)
         )
-
-
-def written_here() -> bool | None:
-    """Whether this rank has written the oldest checkpoint in the queue; None if it is
-    empty. Asks no other rank."""
-    if is_empty_async_queue():
-        return None
-    call = async_utils._async_calls_queue.async_calls[0]
-    written = call.async_caller.is_current_async_call_done(blocking=False, no_dist=True)
-    if written and hasattr(call.async_caller, "cur_item"):
-        # a persistent worker reports it only once, and Megatron asks again
-        call.async_caller.cur_item = call.idx
-    return written
 
 
 def _biases(model: Any) -> dict[str, torch.Tensor]:
