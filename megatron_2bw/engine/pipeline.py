@@ -18,9 +18,11 @@ from megatron_2bw.engine.p2p import Neighbours
 from megatron_2bw.engine.recorder import NoRecorder, Recorder
 from megatron_2bw.schedules import REDUCE, STEP, Action, B, F, Schedule, Shape
 
-# Iterations in which kernels are compiled, tuned and loaded at their first use, which
-# may wait for the whole GPU.
-WARM_UP = 2
+
+def warmed_up(iterations: int) -> bool:
+    """Whether a run has used all its kernels after so many iterations. At its first use
+    a kernel is compiled, tuned and loaded, which may wait for the whole GPU."""
+    return iterations >= 2
 
 
 class Stage(Protocol):
@@ -160,10 +162,9 @@ class Pipeline:
         """Whether receives may be posted early: a posted receive of NCCL occupies the
         GPU, and a kernel's first use may wait for the whole GPU, so for a message that
         depends on this stage."""
-        return (
-            not self.neighbours.occupies_device
-            or iteration - self.shape.first >= WARM_UP
-        )
+        if not self.neighbours.occupies_device:
+            return True
+        return warmed_up(iteration - self.shape.first)
 
     def run(self, iteration: int, prefetch: bool | None = None) -> None:
         """One iteration: one batch, one update. prefetch: post receives early (default:

@@ -34,7 +34,7 @@ from megatron.training import (
 )
 
 from megatron_2bw.base import run_log
-from megatron_2bw.engine.pipeline import WARM_UP
+from megatron_2bw.engine.pipeline import warmed_up
 from megatron_2bw.engine.streams import own_stream
 from megatron_2bw.mcore.batch_sizes import planned
 from megatron_2bw.mcore.late_step import StepResult
@@ -186,7 +186,7 @@ class LogLines:
         """
         self._calls += 1
         # the first iteration that posts receives early needs their memory
-        warm = self._calls > WARM_UP + 1
+        warm = warmed_up(self._calls - 2)
         if warm and not _has_line(values):
             return
         count, self._retries = (

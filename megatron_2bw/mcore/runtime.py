@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import schedules as megatron_schedules
 from megatron.training import get_args, print_rank_0
 
 from megatron_2bw.engine.p2p import Neighbours, connect, connect_group
-from megatron_2bw.engine.pipeline import WARM_UP, Pipeline, Update
+from megatron_2bw.engine.pipeline import Pipeline, Update, warmed_up
 from megatron_2bw.engine.process_groups import streams_warning
 from megatron_2bw.engine.recorder import Recorder
 from megatron_2bw.engine.trace_file import TraceWriter
@@ -414,7 +414,7 @@ class MegatronRuntime:
                 return True
         if self.late is not None and not self.late.has_run:
             return False
-        return iteration - self.pipeline.shape.first >= WARM_UP
+        return warmed_up(iteration - self.pipeline.shape.first)
 
     def _take_results(self) -> None:
         """What the steps that are complete have found."""

@@ -19,7 +19,7 @@ DEVICE = re.compile(
     r"\w*(cuda|nccl|occupies_device)\w*|[\"'](cuda|nccl)[\"']", re.IGNORECASE
 )
 NOT_RUN = {  # the file, a word of the line: why it does not run there
-    ("engine/pipeline.py", "WARM_UP"): "it is of loops other than Megatron's",
+    ("engine/pipeline.py", "warmed_up"): "it is of loops other than Megatron's",
     (
         "tools/gpu_check/rows.py",
         "overhead",
