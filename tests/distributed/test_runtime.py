@@ -216,7 +216,7 @@ def watch_the_start(rank: int, argv: list[str]) -> Run:
     def noting(self, **values):
         result = forward_backward(self, **values)
         if not values.get("forward_only"):
-            pending.append(self.late.pending is not None)
+            pending.append(self._update.pending is not None)
         return result
 
     MegatronRuntime.forward_backward = noting
