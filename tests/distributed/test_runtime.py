@@ -155,7 +155,7 @@ def train_like_nccl(rank: int, argv: list[str], waits_at: str = "") -> Run:
         if place == waits_at:
             time.sleep(0.1)  # the training thread has posted all that it may
             synchronize()
-        elif not self.has_stepped:
+        elif not self.has_run:
             synchronize()
 
     def first_use(self, *args):
