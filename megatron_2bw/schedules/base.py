@@ -31,14 +31,14 @@ class Action(NamedTuple):
 
     @property
     def microbatch(self) -> int:
-        """Of F and B, counted from the start of training: batch j holds microbatches
-        jm ... (j+1)m - 1."""
+        """The microbatch of F and B, counted from the start of training: batch j holds
+        microbatches jm ... (j+1)m - 1."""
         assert self.kind not in (REDUCE, STEP), f"{self} is of a batch"
         return self.number
 
     @property
     def batch(self) -> int:
-        """Of R and S."""
+        """The batch of R and S."""
         assert self.kind in (REDUCE, STEP), f"{self} is of a microbatch"
         return self.number
 
