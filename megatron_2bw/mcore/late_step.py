@@ -167,24 +167,24 @@ class LateStep(BatchStep):
         self._clock = clock
         self._stores = stores
         self._optimizer = optimizer
-        self._parts = getattr(optimizer, "chained_optimizers", [optimizer])
+        self._optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
         self._correction = NO_CORRECTION  # of the newest working copy
-        self.compiles = any(is_emerging(part.optimizer) for part in self._parts)
+        self.compiles = any(is_emerging(part.optimizer) for part in self._optimizers)
         self._make_parts(call, resume)
         self._take_over(optimizer, scheduler)
         interval = min(sys.getswitchinterval(), SWITCH_INTERVAL)
         sys.setswitchinterval(interval)
 
     def _make_parts(self, call: Call, resume: RunState) -> None:
+        """What has versions or batches; the groups, and what the step works on."""
         options = self._options
-        stores = self._stores
-        first = stores.newest  # the first batch, whose weights are W(first)
+        first = self._stores.newest  # the first batch, whose weights are W(first)
         experts = call.config.num_moe_experts is not None
         self._groups = Groups(
             call.groups,
             next(call.model.parameters()).device,
             options.timeout,
-            self._parts,
+            self._optimizers,
             options.host,
             call.model.expt_dp_group if experts else None,
         )
@@ -199,40 +199,50 @@ class LateStep(BatchStep):
             first,
             shared=options.host or shard,
         )
-        corrects = options.correction is not None
-        mains: dict[torch.nn.Parameter, torch.Tensor] = {}
-        if options.host:
-            mains = own_mains(stores, empty_pages)
-            settle(self._parts)
-        elif corrects:
-            mains = own_mains(stores)
-        slot = self._slots.gradients_of(first)
-        self._host: HostMemory | None = None
-        self._complete_gradients: CompleteGradients | None = None
-        if options.host:
-            self._host = HostMemory(call, stores, slot, mains, inside=not corrects)
-            self._complete_gradients = self._host
-        elif shard:
-            self._complete_gradients = CompleteGradients(call, slot, torch.zeros_like)
-        self._proxies = Proxies(
-            call.model, self._parts, stores, self._groups.data, mains, self._host
-        )
+        self._make_proxies(call, shard)
         self._working: WorkingCopy | None = None
-        if corrects:
+        if options.correction is not None:
             correction = options.correction(call.num_microbatches)
             self._working = WorkingCopy(
-                self._parts,
-                stores,
+                self._optimizers,
+                self._stores,
                 self._slots,
                 self._proxies,
                 takes_gradients=correction.gradient != 0,
                 saved=resume.working if self._schedule.reads_late(first) else {},
             )
-        self._scales = LossScales(self._parts, first, resume.loss_scale)
+        self._scales = LossScales(self._optimizers, first, resume.loss_scale)
         self._per_batch: list[PerBatch] = [self._slots, self._scales]
         for part in (self._complete_gradients, self._routers, self._working):
             if part is not None:
                 self._per_batch.append(part)
+
+    def _make_proxies(self, call: Call, shard: bool) -> None:
+        """What Megatron's optimizers step, and the gradients that they read."""
+        corrects = self._options.correction is not None
+        slot = self._slots.gradients_of(self._stores.newest)
+        mains: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._host: HostMemory | None = None
+        self._complete_gradients: CompleteGradients | None = None
+        if self._options.host:
+            mains = own_mains(self._stores, empty_pages)
+            settle(self._optimizers)
+            self._host = HostMemory(
+                call, self._stores, slot, mains, inside=not corrects
+            )
+            self._complete_gradients = self._host
+        elif corrects:
+            mains = own_mains(self._stores)
+        if shard:
+            self._complete_gradients = CompleteGradients(call, slot, torch.zeros_like)
+        self._proxies = Proxies(
+            call.model,
+            self._optimizers,
+            self._stores,
+            self._groups.data,
+            mains,
+            self._host,
+        )
 
     def _take_over(self, optimizer: Any, scheduler: Any) -> None:
         """Keep Megatron's methods that the step calls, and replace them: when the
@@ -242,12 +252,12 @@ class LateStep(BatchStep):
             zero_grad=optimizer.zero_grad,
             advance=scheduler.step,
         )
-        for part in self._parts:
+        for part in self._optimizers:
             group = part.get_grad_stats_parallel_group()
             part.grad_stats_parallel_group = self._groups.twin_of(
                 group or torch.distributed.group.WORLD
             )
-        for part in {*self._parts, optimizer}:
+        for part in {*self._optimizers, optimizer}:
             # they wait for the whole GPU; the trace shows more
             part.config.timers = None
             if hasattr(part, "start_param_sync_for_bucket_group_subset"):
