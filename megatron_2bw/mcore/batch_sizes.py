@@ -48,18 +48,14 @@ def planned(
 ) -> tuple[int, int]:
     """Iterations and samples of the whole run, which has consumed `samples` before
     `iteration`."""
+    iterations = args.train_iters
+    target = 0 if iterations else args.train_samples or 0
     if args.step_batch_size_schedule is None:
         size = calculators.get_current_running_global_batch_size()
-        iterations = (
-            args.train_iters or (args.train_samples or 0) // args.global_batch_size
-        )
+        iterations = iterations or target // args.global_batch_size
         return iterations, samples + (iterations - iteration) * size
     calculator = calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR
-    while (
-        iteration < args.train_iters
-        if args.train_iters
-        else samples < (args.train_samples or 0)
-    ):
+    while iteration < iterations if iterations else samples < target:
         samples += calculator._get_batch_size_for_samples(samples)
         iteration += 1
     return iteration, samples

@@ -12,13 +12,14 @@ copied and zeroed, and the training thread's otherwise.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_2bw.base.portions import portions
 from megatron_2bw.engine.updates import PerBatch
@@ -32,8 +33,10 @@ class Portion:
     """A part of the device's gradient slot: `whole`. Of it this rank steps `mine`,
     which is copied to `copy`."""
 
-    def __init__(self, whole: torch.Tensor, mine: torch.Tensor, copy: torch.Tensor):
-        self._whole, self._mine, self._copy = whole, mine, copy
+    def __init__(self, whole: Tensor, mine: Tensor, copy: Tensor):
+        self._whole = whole
+        self._mine = mine
+        self._copy = copy
         self._released = threading.Event()
         self._copied: torch.cuda.Event | None = None
         self._released.set()
@@ -70,91 +73,92 @@ class CompleteGradients(PerBatch):
     main_grads  by parameter; with the distributed optimizer flat, and of the own shard
     """
 
-    def __init__(
-        self, call: Call, slot: Slot, new: Callable[[torch.Tensor], torch.Tensor]
-    ):
-        self.main_grads: dict[torch.nn.Parameter, torch.Tensor] = {}
-        self._new, self._own = new, []
-        # of this rank, by buffer
-        self._shards: dict[int, list[slice]] = defaultdict(list)
+    def __init__(self, call: Call, slot: Slot, new: Callable[[Tensor], Tensor]):
+        self.main_grads: dict[Parameter, Tensor] = {}
+        self._new = new
+        self._own: list[Tensor] = []  # copies of this rank's shards
+        self._shards: list[list[slice]] = []  # their places, by buffer
         # by a bucket's first parameter
-        self._portions: dict[torch.nn.Parameter, list[Portion]] = {}
-        self._of: dict[torch.nn.Parameter, Portion] = {}
+        self._portions: dict[Parameter, list[Portion]] = {}
+        self._portion_of: dict[Parameter, Portion] = {}
         # those without a gradient of this batch
-        self._waiting: set[torch.nn.Parameter] = set()
-        for index, buffer in enumerate(slot.buffers):
+        self._waiting: set[Parameter] = set()
+        for buffer in slot.buffers:
+            self._shards.append([])
             for bucket in buffer.buckets:
-                self._split(index, buffer, bucket, slot.group_of[bucket.params_list[0]])
-        self._nodes = [
-            param.expand_as(param).grad_fn.next_functions[0][0] for param in self._of
-        ]
-        for node, param in zip(self._nodes, list(self._of)):
+                self._split(buffer, bucket, slot.group_of[bucket.params_list[0]])
+        self._nodes = []
+        for param in self._portion_of:
+            node = param.expand_as(param).grad_fn.next_functions[0][0]
             node.register_prehook(partial(self._before_write, param))
-        for module in (
-            call.model.modules() if call.config.gradient_accumulation_fusion else ()
-        ):
-            module.register_forward_hook(self._watch, with_kwargs=True)
+            self._nodes.append(node)  # It lives as long as something holds it.
+        if call.config.gradient_accumulation_fusion:
+            for module in call.model.modules():
+                module.register_forward_hook(self._watch, with_kwargs=True)
 
-    def _split(self, index: int, buffer: Any, bucket: Any, group: Any) -> None:
+    def _split(self, buffer: Any, bucket: Any, group: Any) -> None:
         """Cut a bucket into portions of whole parameters."""
-        size, first = bucket.grad_data.numel(), bucket.offset
+        first = bucket.offset
+        size = bucket.grad_data.numel()
         sharded = group.ddp_config.use_distributed_optimizer
         if sharded:
             size //= group.intra_distributed_optimizer_instance_size
             first += size * group.intra_distributed_optimizer_instance_rank
-        self._shards[index].append(slice(first, first + size))
-        self._own.append(own := self._new(buffer.grad_data[first : first + size]))
+        shard = slice(first, first + size)
+        own = self._new(buffer.grad_data[shard])
+        self._shards[-1].append(shard)
+        self._own.append(own)
 
-        # what is kept of it, and where
-        def mine(start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-            start, end = max(start, first), max(start, first, min(end, first + size))
+        def stepped(start: int, end: int) -> tuple[Tensor, Tensor]:
+            """What this rank steps of a part of the buffer, there and in the copy."""
+            start = max(start, first)
+            end = max(start, min(end, first + size))
             return buffer.grad_data[start:end], own[start - first : end - first]
 
-        places = sorted(
-            (*buffer.param_index_map[param][:2], number)
-            for number, param in enumerate(bucket.params_list)
-        )
-        for start, end, number in places:
-            param = bucket.params_list[number]
-            self.main_grads[param] = mine(start, end)[1].view(
-                -1 if sharded else param.shape
-            )
-        found = self._portions[bucket.params_list[0]] = []
-        for some in portions(places, lambda place: place[1] - place[0], PORTION):
-            start, end = some[0][0], some[-1][1]
-            found.append(Portion(buffer.grad_data[start:end], *mine(start, end)))
-            self._of |= {bucket.params_list[number]: found[-1] for *_, number in some}
+        places = buffer.param_index_map
+        for param in bucket.params_list:
+            start, end, _ = places[param]
+            _, copy = stepped(start, end)
+            self.main_grads[param] = copy if sharded else copy.view(param.shape)
+        params = sorted(bucket.params_list, key=places.get)
+        cut = self._portions[bucket.params_list[0]] = []
+        for some in portions(params, Tensor.numel, PORTION):
+            start = places[some[0]][0]
+            end = places[some[-1]][1]
+            mine, copy = stepped(start, end)
+            cut.append(Portion(buffer.grad_data[start:end], mine, copy))
+            self._portion_of |= dict.fromkeys(some, cut[-1])
 
-    def scale_gradients(self, scaling_factor: torch.Tensor) -> None:
+    def scale_gradients(self, scaling_factor: Tensor) -> None:
         torch._foreach_mul_(self._own, scaling_factor)
 
     # The training thread calls the following.
 
     def begin_batch(self, batch: int, version: int) -> None:
-        self._waiting = set(self._of)
+        self._waiting = set(self._portion_of)
 
     def end_batch(self, batch: int) -> None:
         """The gradients are the step's."""
         for portion in chain(*self._portions.values()):
             portion.hand_over()
 
-    def _before_write(self, param: torch.nn.Parameter, gradients: Any) -> None:
+    def _before_write(self, param: Parameter, gradients: Any) -> None:
         if param in self._waiting:
             self._waiting.remove(param)
-            self._of[param].wait()
+            self._portion_of[param].wait()
 
     def _watch(
         self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
         """A fused kernel writes a weight's gradient before autograd reaches the weight:
         the module's or a given one."""
-        given = (
-            value for value in kwargs.values() if isinstance(value, torch.nn.Parameter)
-        )
         result = output[0] if isinstance(output, tuple) else output
-        for param in (*module.parameters(recurse=False), *given):
-            if param in self._of and getattr(result, "grad_fn", None) is not None:
-                result.grad_fn.register_prehook(partial(self._before_write, param))
+        node = getattr(result, "grad_fn", None)
+        if node is None:
+            return
+        for param in (*module.parameters(recurse=False), *kwargs.values()):
+            if isinstance(param, Parameter) and param in self._portion_of:
+                node.register_prehook(partial(self._before_write, param))
 
     # The step's thread calls the following.
 

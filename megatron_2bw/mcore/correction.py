@@ -23,10 +23,3 @@ class Correction:
 
 
 NO_CORRECTION = Correction()
-
-
-def parse(text: str) -> Correction:
-    """The correction that `str` has written. Of a factor that changed over the run, in
-    older checkpoints, the first."""
-    factor, _, gradient = text.partition(" and gradient ")
-    return Correction(float(factor.partition(":")[0]), float(gradient or 0))

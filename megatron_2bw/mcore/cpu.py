@@ -24,7 +24,7 @@ import torch
 import torch.utils.data
 from torch.overrides import TorchFunctionMode
 
-from megatron_2bw.mcore.rebinding import around
+from megatron_2bw.mcore.rebinding import around, constant
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,9 @@ CPU = torch.device("cpu")
 def wanted(device: str) -> bool:
     """Whether the run computes on the CPU: `device` is the value of --device (auto, cpu
     or cuda)."""
-    return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+    if device == "auto":
+        return not torch.cuda.is_available()
+    return device == "cpu"
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -41,27 +43,19 @@ class _CudaMeansCpu(TorchFunctionMode):
 
     def __torch_function__(self, func, types_, args=(), kwargs=None):
         kwargs = kwargs or {}
-        device = kwargs.get("device")
-        if device is not None and _is_cuda(device):
+        if _is_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
         if func is torch.Tensor.cuda:
             return args[0]
-        if (
-            func is torch.Tensor.to
-            and len(args) > 1
-            and not isinstance(args[1], bool)
-            and _is_cuda(args[1])
-        ):
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], CPU, *args[2:])
-        elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # Megatron picks code paths by comparing with "torch.cuda.FloatTensor" and
             # its kin.
-            return (
-                func(args[0])
-                .replace("torch.cuda.", "torch.")
-                .replace("torch.", "torch.cuda.", 1)
-            )
-        return func(*args, **kwargs)
+            plain = result.replace("torch.cuda.", "torch.")
+            return plain.replace("torch.", "torch.cuda.", 1)
+        return result
 
 
 class _DetachedOnHost(_CudaMeansCpu):
@@ -71,9 +65,9 @@ class _DetachedOnHost(_CudaMeansCpu):
 
 
 def _is_cuda(device: Any) -> bool:
-    return type(device) is int or (
-        isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
-    )
+    if isinstance(device, (str, torch.device)):
+        return str(device).startswith("cuda")
+    return type(device) is int  # The type of a bool is another one.
 
 
 class _Stream(torch.cpu.Stream):
@@ -104,13 +98,11 @@ def _peak_resident(device=None) -> int:
 
 
 def _memory_stats(device=None) -> dict[str, int]:
-    sizes = {"current": _resident(), "peak": _peak_resident()}
-    stats = {
-        f"{kind}_bytes.all.{when}": size
-        for kind in ("reserved", "allocated")
-        for when, size in sizes.items()
-    }
-    return stats | {"allocation.all.current": 0}
+    stats = {"allocation.all.current": 0}
+    for kind in ("reserved", "allocated"):
+        stats[f"{kind}_bytes.all.current"] = _resident()
+        stats[f"{kind}_bytes.all.peak"] = _peak_resident()
+    return stats
 
 
 def _properties(device=None) -> types.SimpleNamespace:
@@ -124,38 +116,46 @@ def _properties(device=None) -> types.SimpleNamespace:
     )
 
 
-_STREAM = _Stream()
+def _get_rng_state(device="cuda") -> torch.Tensor:
+    return torch.get_rng_state()
 
-# The part of torch.cuda that Megatron 0.19 calls during training. Memory figures are
-# those of the process.
-_NOTHING = (
-    "set_device set_stream synchronize empty_cache reset_peak_memory_stats".split()
-)
-_TORCH_CUDA: dict[str, Any] = {
-    # torch._dynamo wants a function for each
-    **{name: lambda device=None: None for name in _NOTHING},
-    **dict.fromkeys(
-        ("memory_allocated", "memory_reserved", "device_memory_used"), _resident
-    ),
-    **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _peak_resident),
-    "current_stream": lambda device=None: _STREAM,
-    "default_stream": lambda device=None: _STREAM,
+
+def set_rng_state(new_state: torch.Tensor, device="cuda", graph_safe=False) -> None:
+    torch.set_rng_state(new_state)
+
+
+# The part of torch.cuda that Megatron 0.19 calls during training: constants, ...
+_CONSTANTS = {
+    "set_device": None,
+    "set_stream": None,
+    "synchronize": None,
+    "empty_cache": None,
     # --device cpu on a GPU host: libraries that look for a GPU must not find one
-    "is_available": lambda: False,
-    "current_device": lambda: 0,
-    "device_count": lambda: 1,
-    "is_initialized": lambda: True,
-    "Stream": _Stream,
-    "Event": _Event,
-    "stream": lambda stream: contextlib.nullcontext(),
-    "is_current_stream_capturing": lambda: False,
+    "is_available": False,
+    "is_initialized": True,
+    "current_device": 0,
+    "device_count": 1,
+    "get_device_name": "cpu",
+    "get_device_capability": (8, 0),
+    "stream": contextlib.nullcontext(),
+    "current_stream": _Stream(),
+    "is_current_stream_capturing": False,
+}
+# ... and functions, one for each name, as torch._dynamo wants it. Memory figures are
+# those of the process.
+_FUNCTIONS = {
+    "memory_allocated": _resident,
+    "memory_reserved": _resident,
+    "device_memory_used": _resident,
+    "max_memory_allocated": _peak_resident,
+    "max_memory_reserved": _peak_resident,
     "memory_stats": _memory_stats,
     "get_device_properties": _properties,
-    "get_device_name": lambda device=None: "cpu",
-    "get_device_capability": lambda device=None: (8, 0),
+    "Stream": _Stream,
+    "Event": _Event,
     "manual_seed": torch.manual_seed,
-    "get_rng_state": lambda device="cuda": torch.get_rng_state(),
-    "set_rng_state": lambda new_state, device="cuda": torch.set_rng_state(new_state),
+    "get_rng_state": _get_rng_state,
+    "set_rng_state": set_rng_state,
 }
 
 
@@ -167,7 +167,8 @@ def _own_generator(init: Callable, self: Any, *args: Any, **kwargs: Any) -> None
     Only the first tensor-parallel rank makes loaders; the others' dropout would no
     longer be the same.
     """
-    kwargs.setdefault("generator", torch.Generator().manual_seed(torch.initial_seed()))
+    generator = torch.Generator().manual_seed(torch.initial_seed())
+    kwargs.setdefault("generator", generator)
     init(self, *args, **kwargs)
 
 
@@ -190,44 +191,47 @@ def install() -> None:
     global _installed
     if _installed is not None:
         return
-    undo = contextlib.ExitStack()
-    for name, answer in _TORCH_CUDA.items():
-        _replace(undo, torch.cuda, name, answer)
-    _replace(undo, torch.cuda.random, "get_rng_state", torch.cuda.get_rng_state)
+    _installed = contextlib.ExitStack()
+    for name, value in _CONSTANTS.items():
+        _replace(torch.cuda, name, constant(value))
+    for name, function in _FUNCTIONS.items():
+        _replace(torch.cuda, name, function)
+    _replace(torch.cuda.random, "get_rng_state", _get_rng_state)
     # torch.manual_seed would seed the host's GPUs
-    _replace(undo, torch.cuda.random, "device_count", lambda: 0)
-    _replace(
-        undo,
-        torch.utils.data.DataLoader,
-        "__init__",
-        _own_generator(torch.utils.data.DataLoader.__init__),
-    )
-    _replace(undo, torch.nn.Module, "cuda", lambda self, device=None: self)
-    _replace(
-        undo,
-        torch.autograd,
-        "_engine_run_backward",
-        _in_the_mode(torch.autograd._engine_run_backward),
-    )
+    _replace(torch.cuda.random, "device_count", constant(0))
+    loader = torch.utils.data.DataLoader
+    _replace(loader, "__init__", _own_generator(loader.__init__))
+    _replace(torch.nn.Module, "cuda", _stay)
+    run_backward = torch.autograd._engine_run_backward
+    _replace(torch.autograd, "_engine_run_backward", _in_the_mode(run_backward))
     # Compiling small fusions with a C++ compiler costs minutes and gains nothing here;
     # its import costs seconds.
-    _replace(undo, torch, "compile", _uncompiled)
+    _replace(torch, "compile", _uncompiled)
     # Without AVX-512 oneDNN's products in 16 bits take ten times as long as torch's
     # own.
-    _replace(
-        undo,
-        torch.backends.mkldnn,
-        "enabled",
-        torch.backends.cpu.get_cpu_capability() not in ("AVX2", "DEFAULT"),
-    )
+    fast = torch.backends.cpu.get_cpu_capability() not in ("AVX2", "DEFAULT")
+    _replace(torch.backends.mkldnn, "enabled", fast)
     # Below compute capability 10 Megatron wants this of tensor-parallel GPU runs; no
     # kernel queue exists here.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     without_triton()
-    undo.enter_context(_CudaMeansCpu())
+    _installed.enter_context(_CudaMeansCpu())
     # else Python looks for garbage among all objects at its end, for more than a second
     atexit.register(gc.freeze)
-    _installed = undo
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    _installed.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+def _stay(module: torch.nn.Module, device=None) -> torch.nn.Module:
+    return module
+
+
+def _uncompiled(model: Callable | None = None, **options) -> Callable:
+    """Stands in for torch.compile, as a function and as a decorator."""
+    return _uncompiled if model is None else model
 
 
 def judge_as_gpu() -> None:
@@ -235,10 +239,8 @@ def judge_as_gpu() -> None:
     and finds none on this host."""
     without_triton()
     if not torch.cuda.is_available():
-        torch.cuda.get_device_properties, torch.cuda.get_device_capability = (
-            _properties,
-            lambda device=None: (8, 0),
-        )
+        torch.cuda.get_device_properties = _properties
+        torch.cuda.get_device_capability = constant((8, 0))
 
 
 def without_triton() -> None:
@@ -246,11 +248,8 @@ def without_triton() -> None:
     kernels that no CPU runs need."""
     if importlib.util.find_spec("triton") is None:
         kernels = types.ModuleType("megatron.core.transformer.moe.ops.paged_stash")
-        vars(kernels).update(
-            GLOBAL_BLOCK_SIZE=0,
-            paged_stash_copy_kernel=None,
-            paged_stash_pop_kernel=None,
-        )
+        kernels.GLOBAL_BLOCK_SIZE = 0
+        kernels.paged_stash_copy_kernel = kernels.paged_stash_pop_kernel = None
         sys.modules.setdefault(kernels.__name__, kernels)
 
 
@@ -278,18 +277,6 @@ def host_only(detach: bool = False) -> contextlib.AbstractContextManager:
 
     detach: Tensor.detach copies to the host too.
     """
-    return (
-        contextlib.nullcontext()
-        if installed()
-        else (_DetachedOnHost if detach else _CudaMeansCpu)()
-    )
-
-
-def _uncompiled(model: Callable | None = None, **options) -> Callable:
-    """Stands in for torch.compile, as a function and as a decorator."""
-    return model if model is not None else lambda function: function
-
-
-def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    undo.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)
+    if installed():
+        return contextlib.nullcontext()
+    return _DetachedOnHost() if detach else _CudaMeansCpu()

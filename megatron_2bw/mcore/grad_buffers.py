@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_2bw.engine.updates import PerBatch
+from megatron_2bw.mcore.rebinding import constant
 
 
 class Slot:
@@ -140,7 +141,7 @@ class GradientSlots(PerBatch):
         self._shared = shared
         # Megatron's training step zeroes the buffer before an iteration; with one slot
         # that is too early.
-        ddp.zero_grad_buffer = do_nothing
+        ddp.zero_grad_buffer = constant(None)
 
     def gradients_of(self, batch: int) -> Slot:
         """The slot of a batch."""
@@ -301,7 +302,3 @@ def use_groups(
             ):
                 if hasattr(bucket_group, name):
                     setattr(bucket_group, name, group)
-
-
-def do_nothing(*_: Any, **__: Any) -> None:
-    """In the place of a method of Megatron's that this project calls itself."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_2bw.engine.weights import WeightStores
 from megatron_2bw.mcore import cpu
@@ -27,38 +28,36 @@ from megatron_2bw.mcore.rebinding import around
 from megatron_2bw.mcore.stage import Call
 
 
-def empty_pages(like: torch.Tensor) -> torch.Tensor:
+def empty_pages(like: Tensor) -> Tensor:
     """A host tensor of the shape and dtype of `like`, of zeros. A page takes memory
     from its first use on."""
     # shared with forks: a page-locked page must not be copied on write
     memory = mmap.mmap(-1, max(like.nbytes, 1))
-    return torch.frombuffer(memory, dtype=like.dtype, count=like.numel()).view(
-        like.shape
-    )
+    flat = torch.frombuffer(memory, dtype=like.dtype, count=like.numel())
+    return flat.view(like.shape)
 
 
-def pin(tensors: Sequence[torch.Tensor]) -> None:
+def pin(tensors: Sequence[Tensor]) -> None:
     """Page-lock tensors of `empty_pages`: their copies overlap computations. (torch's
     pins powers of two only.)"""
+    if not torch.cuda.is_available():
+        return
     ranges: list[list[int]] = []  # of whole pages, apart
-    for tensor in (
-        sorted(tensors, key=torch.Tensor.data_ptr) if torch.cuda.is_available() else ()
-    ):
-        start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    for tensor in sorted(tensors, key=Tensor.data_ptr):
+        start = tensor.data_ptr()
+        end = start + tensor.nbytes
+        start -= start % mmap.PAGESIZE
+        end += -end % mmap.PAGESIZE
         if not ranges or start > ranges[-1][1]:
-            ranges.append([start, start])
-        ranges[-1][1] = max(
-            ranges[-1][1],
-            -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE,
-        )
+            ranges.append([start, end])
+        ranges[-1][1] = max(ranges[-1][1], end)
     for start, end in ranges:
-        torch.cuda.check_error(
-            int(torch.cuda.cudart().cudaHostRegister(start, end - start, 0))
-        )
+        status = torch.cuda.cudart().cudaHostRegister(start, end - start, 0)
+        torch.cuda.check_error(int(status))
 
 
 @around
-def make_on_host(make: Callable, *args: Any, **kwargs: Any) -> Any:
+def make_on_host(make: Callable, *args, **kwargs) -> Any:
     """Megatron's function that makes one optimizer: main parameters, and what a
     checkpoint loads, in host memory."""
     with cpu.host_only(detach=True):
@@ -66,18 +65,22 @@ def make_on_host(make: Callable, *args: Any, **kwargs: Any) -> Any:
     load = optimizer.load_state_dict
 
     def load_on_host(state: Any) -> None:
-        saved = state.get("optimizer", state)
-        # Apex's and Transformer Engine's Adam counts in the group
-        for group in saved.get("param_groups", ()):
-            for number in group.get("params", ()) if "step" in group else ():
-                saved["state"].get(number, {}).setdefault(
-                    "step", torch.tensor(float(group["step"]), device="cpu")
-                )
+        _count_by_parameter(state.get("optimizer", state))
         with cpu.host_only():
             load(state)
 
     optimizer.load_state_dict = load_on_host
     return optimizer
+
+
+def _count_by_parameter(saved: Any) -> None:
+    """Apex's and Transformer Engine's Adam counts its steps in the group."""
+    for group in saved.get("param_groups", ()):
+        if "step" in group:
+            for number in group.get("params", ()):
+                step = torch.tensor(float(group["step"]), device="cpu")
+                state = saved["state"].get(number, {})
+                state.setdefault("step", step)
 
 
 def settle(parts: Sequence[Any]) -> None:
@@ -86,17 +89,16 @@ def settle(parts: Sequence[Any]) -> None:
     for part in parts:
         for shard in chain(*getattr(part, "shard_float16_groups", ())):
             shard.data = shard.data.new_empty(0)
-        for state in (
-            part.optimizer.state.values() if part.optimizer is not None else ()
-        ):
-            state |= {
-                key: value.cpu()
-                for key, value in state.items()
-                if isinstance(value, torch.Tensor)
-            }
-        for group in part.optimizer.param_groups if part.optimizer is not None else ():
+        if part.optimizer is None:
+            continue
+        for state in part.optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    state[key] = value.cpu()
+        for group in part.optimizer.param_groups:
             if "fused" in group:
-                group["fused"], group["foreach"] = True, False
+                group["fused"] = True
+                group["foreach"] = False
 
 
 class HostMemory(CompleteGradients):
@@ -116,22 +118,18 @@ class HostMemory(CompleteGradients):
         self, call: Call, stores: WeightStores, slot: Slot, mains: dict, inside: bool
     ):
         super().__init__(call, slot, empty_pages)
-        self.flats = (
-            [empty_pages(data) for data in stores.buffer_data[0]]
-            if stores.buffer_data
-            else []
-        )
-        stepped = mains if inside else {}
-        values = [] if self.flats else zip(stores.params, stores.values(stores.newest))
-        self.views = [
-            stepped[param] if param in stepped else empty_pages(value)
-            for param, value in values
-        ]
-        shards = [
-            flat[part] for i, flat in enumerate(self.flats) for part in self._shards[i]
-        ]
-        for tensors in (self._own, shards, self.views):
-            pin(tensors)
+        self.flats: list[Tensor] = []
+        self.views: list[Tensor] = []
+        if stores.buffer_data:
+            self.flats = [empty_pages(data) for data in stores.buffer_data[0]]
+        else:
+            for param, value in zip(stores.params, stores.values(stores.newest)):
+                stepped = inside and param in mains
+                self.views.append(mains[param] if stepped else empty_pages(value))
+        pin(self._own)
+        pin(self.views)
+        for flat, shards in zip(self.flats, self._shards):
+            pin([flat[shard] for shard in shards])
 
     # The step's thread calls the following.
 
@@ -139,25 +137,25 @@ class HostMemory(CompleteGradients):
         super().take(slot)
         torch.cuda.current_stream().synchronize()
 
-    def give(self, views: Sequence[torch.Tensor]) -> None:
+    def give(self, views: Sequence[Tensor]) -> None:
         """Copy the new values to the `views` of a weight store, without the distributed
         optimizer."""
         for view, mine in zip(views, self.views):
             view.copy_(mine, non_blocking=True)
 
-    def give_shards(self, data: Sequence[torch.Tensor]) -> None:
+    def give_shards(self, data: Sequence[Tensor]) -> None:
         """Copy this rank's shards of the new values to a weight store, with the
         distributed optimizer."""
-        for index, (there, mine) in enumerate(zip(data, self.flats)):
-            for part in self._shards[index]:
-                there[part].copy_(mine[part], non_blocking=True)
+        for there, mine, shards in zip(data, self.flats, self._shards):
+            for shard in shards:
+                there[shard].copy_(mine[shard], non_blocking=True)
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
         """Inside, Megatron's functions compute on the host, whose ranks share its
         cores."""
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        # of this thread
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // ranks))  # of this thread
         with cpu.host_only():
             yield

@@ -44,11 +44,11 @@ from megatron_2bw.mcore.grad_buffers import (
     GradientSlots,
     LossScales,
     Slot,
-    do_nothing,
 )
 from megatron_2bw.mcore.host_memory import HostMemory, empty_pages, settle
 from megatron_2bw.mcore.options import RunOptions
 from megatron_2bw.mcore.proxies import Proxies, thread_local_matmul_precision
+from megatron_2bw.mcore.rebinding import constant
 from megatron_2bw.mcore.routers import RouterBatch, Routers
 from megatron_2bw.mcore.stage import Call, MegatronStage
 from megatron_2bw.mcore.stage_times import StageClock, StageStats
@@ -262,9 +262,9 @@ class LateStep(BatchStep):
             part.config.timers = None
             if hasattr(part, "start_param_sync_for_bucket_group_subset"):
                 part.start_param_sync_for_bucket_group_subset = self._proxies.gather
-        optimizer.zero_grad = do_nothing
+        optimizer.zero_grad = constant(None)
         optimizer.get_loss_scale = self._logged_scale
-        scheduler.step = do_nothing
+        scheduler.step = constant(None)
 
     # The training thread calls the following.
 

@@ -11,11 +11,14 @@ after "exiting program" if a run leaves in its middle); no stage waits for anoth
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -50,6 +53,25 @@ TFLOPS = {
 }
 
 
+# of Megatron's arguments
+samples_of = attrgetter("consumed_train_samples", "skipped_train_samples")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A call of `training_log` that waits for its step.
+
+    seconds   of its iteration
+    samples   consumed and skipped by then
+    computed  when its losses are
+    """
+
+    values: dict[str, Any]
+    seconds: float
+    samples: tuple[int, int]
+    computed: torch.cuda.Event
+
+
 class LogLines:
     """Calls Megatron's `training_log`, and adds the stages' part to its line and to the
     dashboards.
@@ -60,28 +82,23 @@ class LogLines:
              later, with the stats.
     """
 
+    _write: Callable[..., bool]  # Megatron's `training_log`
+
     def __init__(self, meeting: Meeting | None = None):
         self._meeting = meeting
         self._stages: list[tuple[StageStats, ...]] = []  # since the last line
         self._printed: int | None = None  # the iteration whose line Megatron is writing
         self._progress = Progress()
-        # of `add`; of torch's allocator, as far as they are reported
-        self._calls = self._retries = 0
-        # Calls of `training_log` that wait for their steps, the seconds of their
-        # iterations, their samples, and when their losses are computed.
-        self._entries: deque[
-            tuple[dict[str, Any], float, tuple[int, int], torch.cuda.Event]
-        ] = deque()
+        self._calls = 0  # of `add`
+        self._retries = 0  # of torch's allocator, as far as they are reported
+        self._entries: deque[Entry] = deque()
         # By batch: its values in place of Megatron's, its stages' stats, and its
         # auxiliary losses.
-        self._results: dict[
-            int, tuple[dict[str, Any], tuple[StageStats, ...], Any]
-        ] = {}
+        self._results: dict[int, tuple[dict, tuple[StageStats, ...], Any]] = {}
         # how often the heads of --mtp-num-layers were right so far
         self._rates: dict[str, torch.Tensor] = {}
         self._report_memory = True
         self._stream = own_stream(torch.device("cuda"))
-        self._write: Callable[..., bool] = lambda **values: True
         # seconds of the iterations written since Megatron last reset its timer
         self._unread: list[float] = []
         timer = get_timers()("interval-time", log_level=0)
@@ -93,17 +110,13 @@ class LogLines:
         """Take one call of `training_log` (`write`); returns what that does, whether
         memory is still to be reported."""
         self._warn_of_retries(values)
-        args, self._write = get_args(), write
-        samples = args.consumed_train_samples, args.skipped_train_samples
-        self._entries.append(
-            (values, self._read(), samples, torch.cuda.current_stream().record_event())
-        )
+        self._write = write
+        computed = torch.cuda.current_stream().record_event()
+        samples = samples_of(get_args())
+        self._entries.append(Entry(values, self._read(), samples, computed))
         if self._meeting is not None:
-            self._results[values["iteration"] - 1] = (
-                {},
-                self._meeting.stats(_has_line(values)),
-                None,
-            )
+            stages = self._meeting.stats(_has_line(values))
+            self._results[values["iteration"] - 1] = ({}, stages, None)
         self.flush()
         return self._report_memory
 
@@ -116,61 +129,58 @@ class LogLines:
             "num_zeros_in_grad": result.zeros,
             "skipped_iter": 0 if result.stepped else 1,
         }
-        self._results[result.batch] = values, result.stages, result.losses
+        self._results[result.batch] = (values, result.stages, result.losses)
 
     def flush(self) -> None:
         """Write all lines whose steps are complete."""
-        while self._entries and self._entries[0][0]["iteration"] - 1 in self._results:
-            values, seconds, *more = self._entries.popleft()
-            changes, stages, losses = self._results.pop(values["iteration"] - 1)
+        while self._entries:
+            iteration = self._entries[0].values["iteration"]
+            result = self._results.pop(iteration - 1, None)
+            if result is None:
+                return
+            changes, stages, losses = result
             if stages:
                 self._stages.append(stages)
-            self._unread.append(seconds)
-            self._write_one(
-                values | changes | {"report_memory_flag": self._report_memory},
-                losses,
-                *more,
-            )
+            entry = self._entries.popleft()
+            self._unread.append(entry.seconds)
+            self._write_one(entry, changes, losses)
 
-    def _write_one(
-        self,
-        values: dict,
-        losses: Any,
-        samples: tuple[int, int],
-        computed: torch.cuda.Event,
-    ) -> None:
+    def _write_one(self, entry: Entry, changes: dict, losses: Any) -> None:
+        changes["report_memory_flag"] = self._report_memory
+        if _has_line(entry.values):
+            self._printed = entry.values["iteration"]
         args = get_args()
-        self._printed = values["iteration"] if _has_line(values) else None
-        now = args.consumed_train_samples, args.skipped_train_samples
-        args.consumed_train_samples, args.skipped_train_samples = samples
-        # for the batch that runs
-        counted, heads = (
-            moe_logging.get_moe_metrics_tracker(),
-            MTPLossLoggingHelper.tracker,
-        )
-        if losses:
-            moe_logging.set_moe_metrics_tracker(losses.tracker)
-            MTPLossLoggingHelper.tracker = losses.heads | self._rates
-        self._stream.wait_event(computed)
+        now = samples_of(args)
+        args.consumed_train_samples, args.skipped_train_samples = entry.samples
+        self._stream.wait_event(entry.computed)
         try:
             # Megatron sums losses and waits: for them, not for the next batch
-            with torch.cuda.stream(self._stream):
-                self._report_memory = self._write(**values)
+            with self._trackers_of(losses), torch.cuda.stream(self._stream):
+                self._report_memory = self._write(**entry.values | changes)
             torch.cuda.current_stream().wait_stream(self._stream)
         finally:
             args.consumed_train_samples, args.skipped_train_samples = now
-            if losses:
-                written, MTPLossLoggingHelper.tracker = (
-                    MTPLossLoggingHelper.tracker,
-                    heads,
-                )
-                self._rates = {
-                    name: value
-                    for name, value in written.items()
-                    if name.startswith("cumulative")
-                }
-                moe_logging.set_moe_metrics_tracker(counted)
             self._printed = None
+
+    @contextlib.contextmanager
+    def _trackers_of(self, losses: Any) -> Iterator[None]:
+        """Inside, Megatron's trackers have the auxiliary losses of a batch, if it has
+        any, not those of the batch that runs."""
+        if not losses:
+            yield
+            return
+        counted = moe_logging.get_moe_metrics_tracker()
+        heads = MTPLossLoggingHelper.tracker
+        moe_logging.set_moe_metrics_tracker(losses.tracker)
+        MTPLossLoggingHelper.tracker = losses.heads | self._rates
+        try:
+            yield
+        finally:
+            for name, value in MTPLossLoggingHelper.tracker.items():
+                if name.startswith("cumulative"):
+                    self._rates[name] = value
+            MTPLossLoggingHelper.tracker = heads
+            moe_logging.set_moe_metrics_tracker(counted)
 
     def _interval(self, reset: bool = True, barrier: bool = False) -> float:
         seconds = sum(self._unread)
@@ -189,55 +199,44 @@ class LogLines:
         warm = warmed_up(self._calls - 2)
         if warm and not _has_line(values):
             return
-        count, self._retries = (
-            self._retries,
-            torch.cuda.memory_stats().get("num_alloc_retries", 0),
-        )
-        if warm and self._retries > count:
+        retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+        if warm and retries > self._retries:
             print(
                 f"> rank {dist.get_rank()}, before the end of iteration "
-                f"{values['iteration']}: GPU memory ran out, "
-                f"allocator retries: {self._retries - count}. A retry waits for "
-                "the whole GPU and can hang the run: "
-                "leave more of it free (docs/late_step.md#limits)",
+                f"{values['iteration']}: GPU memory ran out, allocator retries: "
+                f"{retries - self._retries}. A retry waits for the whole GPU and can "
+                "hang the run: leave more of it free (docs/late_step.md#limits)",
                 flush=True,
             )
+        self._retries = retries
 
     def line(self, text: str) -> str:
         """What Megatron prints; if it is an iteration's line, with this project's
         part."""
-        return (
-            text
-            if self._printed is None
-            else self._progress.line(text) + self._describe(self._printed)
-        )
+        if self._printed is None:
+            return text
+        return self._progress.line(text) + self._describe(self._printed)
 
     def _describe(self, iteration: int) -> str:
         """The part of the line on the stages, which also goes to TensorBoard and
         Weights & Biases."""
-        stages = list(zip(*self._stages))
-        shares = [
-            sum(each.waited for each in own)
-            / max(sum(each.elapsed for each in own), 1e-9)
-            for own in stages
-        ]
-        memory = [own[-1].memory / 2**30 for own in stages]
+        scalars = {}
+        shares = []
+        sizes = []
+        for stage, stats in enumerate(zip(*self._stages)):
+            waited = sum(each.waited for each in stats)
+            elapsed = sum(each.elapsed for each in stats)
+            shares.append(waited / max(elapsed, 1e-9))
+            memory = stats[-1].memory / 2**30
+            sizes.append(f"{memory:.2f}")
+            scalars[f"bubble/stage {stage}"] = shares[-1]
+            scalars[f"peak memory (GiB)/stage {stage}"] = memory
         self._stages.clear()
-        mean, most, each = (
-            sum(shares) / len(shares),
-            max(shares),
-            " ".join(f"{value:.2f}" for value in memory),
-        )
-        scalars = {"bubble/mean": mean, "bubble/max": most}
-        scalars |= {
-            f"bubble/stage {stage}": share for stage, share in enumerate(shares)
-        }
-        scalars |= {
-            f"peak memory (GiB)/stage {stage}": value
-            for stage, value in enumerate(memory)
-        }
+        mean = scalars["bubble/mean"] = sum(shares) / len(shares)
+        most = scalars["bubble/max"] = max(shares)
         _send(scalars, iteration)
-        return f" bubble: {mean:.1%}/{most:.1%} | peak memory by stage (GiB): {each} |"
+        text = f" bubble: {mean:.1%}/{most:.1%} | peak memory by stage (GiB): "
+        return text + " ".join(sizes) + " |"
 
 
 class Progress:
@@ -257,51 +256,67 @@ class Progress:
     def line(self, text: str) -> str:
         """What Megatron prints; to an iteration's line the progress is added, which
         also goes to the dashboards."""
-        for found in run_log.training(text):
-            args = get_args()
-            now = time.perf_counter()
-            samples = args.consumed_train_samples
-            seconds = max(found.milliseconds or 0, 0.1) / 1000
-            if self._first is None:
-                self._first = (now, samples)
-                _, self._planned = planned(args, found.iteration, samples)
-                size = get_current_running_global_batch_size()
-            else:
-                size = (samples - self._before[1]) / (found.iteration - self._before[0])
-            self._before = (found.iteration, samples)
-            began, first = self._first
-            pace = (
-                (now - began) / (samples - first) if samples > first else seconds / size
-            )
-            left = pace * (self._planned - samples)
-            speed = size * args.seq_length / seconds
-            tokens = samples * args.seq_length
-            used = mfu(args, size, seconds)
-            values = {
-                "tokens per second": speed,
-                "tokens": tokens,
-                "ETA (hours)": left / 3600,
-            }
-            _send(values if used is None else values | {"MFU": used}, found.iteration)
-            text += (
-                f" tokens/s: {speed:.0f} | tokens: {tokens} | ETA: "
-                f"{timedelta(seconds=round(left))} |"
-            )
-            text += "" if used is None else f" MFU: {used:.1%} |"
+        for record in run_log.training(text):
+            seconds = max(record.milliseconds or 0, 0.1) / 1000
+            text += self._describe(get_args(), record.iteration, seconds)
         return text
+
+    def _describe(self, args: Any, iteration: int, seconds: float) -> str:
+        """The part of the line on an iteration that took `seconds`."""
+        samples = args.consumed_train_samples
+        size = self._batch_size(args, iteration)
+        left = self._pace(samples, seconds / size) * (self._planned - samples)
+        speed = size * args.seq_length / seconds
+        tokens = samples * args.seq_length
+        values = {"tokens per second": speed, "tokens": tokens}
+        values["ETA (hours)"] = left / 3600
+        eta = timedelta(seconds=round(left))
+        text = f" tokens/s: {speed:.0f} | tokens: {tokens} | ETA: {eta} |"
+        used = mfu(args, size, seconds)
+        if used is not None:
+            values["MFU"] = used
+            text += f" MFU: {used:.1%} |"
+        _send(values, iteration)
+        return text
+
+    def _batch_size(self, args: Any, iteration: int) -> float:
+        """The mean of the batches since the line before."""
+        samples = args.consumed_train_samples
+        before, samples_before = self._before
+        self._before = (iteration, samples)
+        if self._first is None:
+            _, self._planned = planned(args, iteration, samples)
+            return get_current_running_global_batch_size()
+        return (samples - samples_before) / (iteration - before)
+
+    def _pace(self, samples: int, pace: float) -> float:
+        """Seconds a sample since the first line; there `pace`."""
+        now = time.perf_counter()
+        if self._first is None:
+            self._first = (now, samples)
+        start, first = self._first
+        if samples == first:
+            return pace
+        return (now - start) / (samples - first)
 
 
 def with_progress(print_rank_last: Callable[[str], object]) -> Callable[[str], object]:
     """For Megatron's own schedule."""
     progress = Progress()
-    return lambda message: print_rank_last(progress.line(message))
+
+    def print_line(message: str) -> None:
+        print_rank_last(progress.line(message))
+
+    return print_line
 
 
 def _send(values: dict[str, float], iteration: int) -> None:
-    if (writer := get_tensorboard_writer()) is not None:
+    writer = get_tensorboard_writer()
+    if writer is not None:
         for name, value in values.items():
             writer.add_scalar(name, value, iteration)
-    if (wandb := get_wandb_writer()) is not None:
+    wandb = get_wandb_writer()
+    if wandb is not None:
         wandb.log(values, iteration)
 
 
@@ -312,31 +327,27 @@ def mfu(args: Any, size: float, seconds: float) -> float | None:
     None where the peak is not known: on other GPUs, on the CPU, and without bfloat16 or
     float16.
     """
-    name = torch.cuda.get_device_name()
-    peak = None
-    for pattern, tflops in TFLOPS.items():
-        if re.match(pattern, name):
-            peak = tflops * 1e12
-    if peak is None or args.params_dtype is torch.float32 or args.fp8:
+    if args.params_dtype is torch.float32 or args.fp8:
         return None
-    return training.num_floating_point_operations(args, size) / (
-        seconds * args.world_size * peak
-    )
+    for pattern, tflops in TFLOPS.items():
+        if re.match(pattern, torch.cuda.get_device_name()):
+            operations = training.num_floating_point_operations(args, size)
+            return operations / (seconds * args.world_size * tflops * 1e12)
+    return None
 
 
 def _has_line(values: dict[str, Any]) -> bool:
     """Whether Megatron prints a line at this call of `training_log`."""
-    return (
-        values["iteration"] % get_args().log_interval == 0
-        or values["is_first_iteration"]
-    )
+    due = values["iteration"] % get_args().log_interval == 0
+    return due or values["is_first_iteration"]
 
 
 def _wait_for_nobody(timer: Any) -> None:
     """Let one of Megatron's timers wait for no rank and no GPU."""
 
     def start(barrier: bool = False) -> None:
-        timer._start_time, timer._started = time.perf_counter(), True
+        timer._start_time = time.perf_counter()
+        timer._started = True
 
     def stop(barrier: bool = False) -> None:
         elapsed = time.perf_counter() - timer._start_time
@@ -345,7 +356,7 @@ def _wait_for_nobody(timer: Any) -> None:
         timer._started = False
 
     if timer._started:  # by Megatron's loop, before its first iteration
-        timer._start_time = time.perf_counter() - max(
-            time.time() - timer._start_time, 0
-        )
-    timer.start, timer.stop = start, stop
+        elapsed = max(time.time() - timer._start_time, 0)
+        timer._start_time = time.perf_counter() - elapsed
+    timer.start = start
+    timer.stop = stop

@@ -8,6 +8,7 @@ the program stops with one line that names the version found and the one expecte
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import pkgutil
@@ -37,36 +38,48 @@ class Patch:
     module: str
     name: str
     parameters: str | None
-    reason: str
     replace: Callable[[Any], Any]
 
     def put(self, value: Any) -> None:
         holder, _, name = self.name.rpartition(".")
         owner = _find(self.module, holder)
-        static = isinstance(inspect.getattr_static(owner, name), staticmethod)
-        setattr(owner, name, staticmethod(value) if static else value)
+        if isinstance(inspect.getattr_static(owner, name), staticmethod):
+            value = staticmethod(value)
+        setattr(owner, name, value)
 
     def original(self) -> Any:
         """What Megatron holds now. Raises DriftError if it is missing or has other
         parameters."""
-        found = _find(self.module, self.name)
+        original = _find(self.module, self.name)
         if self.parameters is not None:
-            taken, expected = (
-                [*inspect.signature(found).parameters],
-                self.parameters.split(),
-            )
+            taken = ", ".join(inspect.signature(original).parameters)
+            expected = ", ".join(self.parameters.split())
             if taken != expected:
                 where = f"{self.module}.{self.name}"
-                raise _drift(
-                    f"{where} takes ({', '.join(taken)}), expected ({', '.join(expected)})"
-                )
-        return found
+                raise _drift(f"{where} takes ({taken}), expected ({expected})")
+        return original
 
 
-def row(module: str, names: str, reason: str, replace: Callable) -> Patch:
-    """A patch of "name(parameters)"; a name without parentheses is not called."""
-    name, called, parameters = names.removesuffix(")").partition("(")
-    return Patch(module, name, parameters if called else None, reason, replace)
+def rows(modules: dict[str, dict[str, Callable]]) -> list[Patch]:
+    """Patches of "name(parameters)" in each module; a name without parentheses is not
+    called."""
+    patches = []
+    for module, replacements in modules.items():
+        for signature, replace in replacements.items():
+            name, called, parameters = signature.removesuffix(")").partition("(")
+            taken = parameters if called else None
+            patches.append(Patch(module, name, taken, replace))
+    return patches
+
+
+def constant(value: Any) -> Callable[..., Any]:
+    """A function that returns the value, whatever its arguments. As the `replace` of a
+    Patch: the value, whatever Megatron has."""
+
+    def function(*args, **kwargs) -> Any:
+        return value
+
+    return function
 
 
 def around(replacement: Callable) -> Callable:
@@ -78,15 +91,16 @@ def around(replacement: Callable) -> Callable:
 
     # the method's object, if it is one, and the original
     def replace(*bound: Any) -> Callable:
-        *_, original = bound
-        if getattr(original, "replacement", None) == (replacement, *bound[:-1]):
+        original = bound[-1]
+        mark = (replacement, *bound[:-1])
+        if getattr(original, "replacement", None) == mark:
             return original
 
         @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args, **kwargs) -> Any:
             return replacement(*bound, *args, **kwargs)
 
-        call.replacement = (replacement, *bound[:-1])
+        call.replacement = mark
         return call
 
     return replace
@@ -113,19 +127,17 @@ def _find(module: str, name: str) -> Any:
 def apply(patches: Sequence[Patch]) -> Callable[[], None]:
     """Check all rows, then make all rebindings. Returns a function that undoes them.
     Raises DriftError."""
-    if not _installed().startswith(tuple(f"{version}." for version in SUPPORTED)):
+    version = _installed()
+    if version.rpartition(".")[0] not in SUPPORTED:
         raise DriftError(
-            f"megatron-core {_installed()} is installed, megatron_2bw needs {SUPPORTED[0]}"
+            f"megatron-core {version} is installed, megatron_2bw needs {SUPPORTED[0]}"
         )
+    undo = contextlib.ExitStack()
     originals = [patch.original() for patch in patches]
     for patch, original in zip(patches, originals):
         patch.put(patch.replace(original))
-
-    def undo() -> None:
-        for patch, original in reversed(list(zip(patches, originals))):
-            patch.put(original)
-
-    return undo
+        undo.callback(patch.put, original)
+    return undo.close
 
 
 def _installed() -> str:
@@ -138,5 +150,6 @@ def _installed() -> str:
 
 def _drift(what: str) -> DriftError:
     return DriftError(
-        f"{what}: megatron_2bw needs megatron-core {SUPPORTED[0]} as released, found {_installed()}"
+        f"{what}: megatron_2bw needs megatron-core {SUPPORTED[0]} as released, found "
+        f"{_installed()}"
     )

@@ -15,6 +15,7 @@ from multiprocessing.managers import SyncManager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_2bw.base.processes import end_with_parent
 from megatron_2bw.mcore.checkpoints import folder, unpickle
@@ -43,41 +44,33 @@ _OF_THE_TOKENIZER = ("vocab_size", "vocab_file", "merge_file")
 
 
 @around
-def whole_model(load_args: Callable, args: Any, *more: Any, **options: Any) -> Any:
-    found = load_args(args, *more, **options)
-    if isinstance(found, tuple):
-        saved = found[1]
-        new = {
-            name: getattr(saved, name) for name in _OF_THE_MODEL if hasattr(saved, name)
-        }
-        new |= {
-            name: getattr(saved, name, None)
-            for name in _OF_THE_TOKENIZER
-            if getattr(args, name) is None
-        }
-        vars(args).update(new)
-    return found
+def whole_model(load_args: Callable, args: Any, *rest, **options) -> Any:
+    loaded = load_args(args, *rest, **options)
+    if isinstance(loaded, tuple):
+        saved = loaded[1]
+        for name in _OF_THE_MODEL:
+            if hasattr(saved, name):
+                setattr(args, name, getattr(saved, name))
+        for name in _OF_THE_TOKENIZER:
+            if getattr(args, name) is None:
+                setattr(args, name, getattr(saved, name, None))
+    return loaded
 
 
 def wait_once(norm: Callable) -> Callable:
     """Megatron's own norm of gradients has the same bits. Apex's and Transformer
     Engine's stay."""
+    local = getattr(norm, "__name__", "") == "local_multi_tensor_l2_norm"
+    return _norm_of_all if local else norm
 
-    def of_all(
-        size: int, overflow: Any, lists: list[list[torch.Tensor]], *more: Any
-    ) -> tuple[torch.Tensor, None]:
-        norms = torch.stack(
-            [torch.norm(tensor) for tensors in lists for tensor in tensors]
-        ).cpu()
-        return torch.norm(norms).reshape(1).to(
-            lists[0][0].device, torch.float, non_blocking=True
-        ), None
 
-    return (
-        of_all
-        if getattr(norm, "__name__", "") == "local_multi_tensor_l2_norm"
-        else norm
-    )
+def _norm_of_all(
+    size: int, overflow: Any, lists: list[list[Tensor]], *args: Any
+) -> tuple[Tensor, None]:
+    norms = [torch.norm(tensor) for tensor in itertools.chain(*lists)]
+    norm = torch.norm(torch.stack(norms).cpu()).reshape(1)
+    device = lists[0][0].device
+    return norm.to(device, torch.float, non_blocking=True), None
 
 
 @around
@@ -85,11 +78,11 @@ def set_without_step(
     set_states: Callable, self: Any, model_param: Any, tensors: dict[str, Any]
 ) -> None:
     with torch.no_grad():
-        set_states(self, model_param, {**tensors, "step": None})
+        set_states(self, model_param, tensors | {"step": None})
 
 
 @around
-def switch_once(switch: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+def switch_once(switch: Callable, self: Any, *args, **kwargs) -> None:
     disables = switch.__name__ == "disable_forward_pre_hook"
     if bool(self.remove_forward_pre_hook_handles) == disables:
         switch(self, *args, **kwargs)
@@ -97,7 +90,7 @@ def switch_once(switch: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
 
 @around
 def places_without_padding(
-    sharded_param_state: Callable, self: Any, *args: Any, **kwargs: Any
+    sharded_param_state: Callable, self: Any, *args, **kwargs
 ) -> Any:
     padded = [buffer.param_index_map for buffer in self.buffers]
     try:
@@ -109,22 +102,17 @@ def places_without_padding(
             buffer.param_index_map = places
 
 
-def _unpadded(buffer) -> dict:
+def _unpadded(buffer: Any) -> dict:
     """Each parameter's start, end and bucket in the buckets' contents, which follow
     each other without padding."""
-    starts = [
-        0,
-        *itertools.accumulate(bucket.numel_unpadded for bucket in buffer.buckets),
-    ]
-    own = {
-        param: place
-        for bucket in buffer.buckets
-        for param, place in bucket.param_to_index.items()
-    }
-    return {
-        param: (starts[number] + own[param][0], starts[number] + own[param][1], number)
-        for param, (_, _, number) in buffer.param_index_map.items()
-    }
+    starts = [0]
+    for bucket in buffer.buckets:
+        starts.append(starts[-1] + bucket.numel_unpadded)
+    places = {}
+    for param, (*_, number) in buffer.param_index_map.items():
+        first, last = buffer.buckets[number].param_to_index[param]
+        places[param] = (starts[number] + first, starts[number] + last, number)
+    return places
 
 
 @around
@@ -133,53 +121,51 @@ def skip_empty_validation(build_loaders: Callable, provider: Callable) -> tuple:
     have any."""
     from megatron.training import get_args, print_rank_0
 
-    (train, valid, test), args = build_loaders(provider), get_args()
-    there = torch.tensor(
-        [valid is not None and valid[0] is not None], dtype=torch.uint8, device="cuda"
-    )
-    torch.distributed.broadcast(there, 0)
-    if args.do_valid and not there:
-        args.do_valid, valid = False, None
-        given = f"--split {args.split}" if args.split else "no --valid-data-path"
-        print_rank_0(f"> {given}: no data for validation, so it is skipped")
+    train, valid, test = build_loaders(provider)
+    args = get_args()
+    has_data = valid is not None and valid[0] is not None
+    flag = torch.tensor([has_data], dtype=torch.uint8, device="cuda")
+    torch.distributed.broadcast(flag, 0)
+    if args.do_valid and not flag:
+        args.do_valid = False
+        valid = None
+        cause = f"--split {args.split}" if args.split else "no --valid-data-path"
+        print_rank_0(f"> {cause}: no data for validation, so it is skipped")
     return train, valid, test
 
 
-def queue_in_process(get_results_queue: Callable) -> Callable:
+@around
+def queue_in_process(get_results_queue: Callable, mp_mode: str = "spawn") -> Any:
     """A save that is not asynchronous puts and gets in one process. The process of the
     others ends with its rank."""
     from megatron.training import get_args
 
-    @functools.cache
-    def of_a_process(mp_mode: str) -> Any:
-        manager = SyncManager(ctx=multiprocessing.get_context(mp_mode))
-        manager.start(end_with_parent)
-        return manager.Queue()
+    return _process_queue(mp_mode) if get_args().async_save else queue.Queue()
 
-    return lambda mp_mode="spawn": (
-        of_a_process(mp_mode) if get_args().async_save else queue.Queue()
-    )
+
+@functools.cache
+def _process_queue(mp_mode: str) -> Any:
+    manager = SyncManager(ctx=multiprocessing.get_context(mp_mode))
+    manager.start(end_with_parent)
+    return manager.Queue()
 
 
 @around
-def raise_cause(write_preloaded_data: Callable, *args: Any, **kwargs: Any) -> Any:
+def raise_cause(write_preloaded_data: Callable, *args, **kwargs) -> Any:
     if multiprocessing.parent_process() is not None:  # of an asynchronous save
         end_with_parent()
     output = write_preloaded_data(*args, **kwargs)
-    if (
-        kwargs["results_queue"] is None
-        and output is not None
-        and isinstance(output[1], Exception)
-    ):
-        raise folder.root(output[1])  # caught by the caller, which passes its text on
+    if kwargs["results_queue"] is None and output is not None:
+        if isinstance(output[1], Exception):
+            # caught by the caller, which passes its text on
+            raise folder.root(output[1])
     return output
 
 
 @around
-def known_records(read_metadata: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    with self.fs.create_stream(
-        self._get_metadata_path(kwargs.get("rank")), "rb"
-    ) as file:
+def known_records(read_metadata: Callable, self: Any, *args, **kwargs) -> Any:
+    path = self._get_metadata_path(kwargs.get("rank"))
+    with self.fs.create_stream(path, "rb") as file:
         unpickle.read_metadata(file)
     return read_metadata(self, *args, **kwargs)
 

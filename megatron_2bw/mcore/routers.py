@@ -24,13 +24,18 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_2bw.engine.updates import PerBatch
+from megatron_2bw.mcore.rebinding import constant
 
 # sums over the microbatches of a batch
 COUNTS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
 # of the pipelines the mean, and sums
 HEADS = ("loss_values", "correct_values", "total_values")
-# Megatron's names of those it logs
-LOSSES = {"aux_loss": "", "seq_aux_loss": "seq_", "global_aux_loss": "global_"}
+# by --moe-router-load-balancing-type, Megatron's names in its log
+LOSSES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
 
 
 @dataclass(frozen=True)
@@ -66,17 +71,17 @@ class Routers(PerBatch):
         shadow: Mapping[torch.Tensor, torch.Tensor],
     ):
         self._config = config
-        self._routers = [
-            module for module in model.modules() if isinstance(module, TopKRouter)
-        ]
-        for router in self._routers:
-            router._maintain_float32_expert_bias()
-        biases = [router.expert_bias for router in self._routers]
-        now = [None if bias is None else bias.data for bias in biases]
-        before = [
-            bias if bias is None else shadow.get(bias, bias.data) for bias in biases
-        ]
-        self._biases = {first: now, first - 1: before}  # by weight version
+        self._routers: list[TopKRouter] = []
+        newest = []
+        older = []
+        for router in model.modules():
+            if isinstance(router, TopKRouter):
+                router._maintain_float32_expert_bias()
+                self._routers.append(router)
+                bias = router.expert_bias
+                newest.append(None if bias is None else bias.data)
+                older.append(shadow.get(bias, newest[-1]))
+        self._biases = {first: newest, first - 1: older}  # by weight version
         self._batches: dict[int, RouterBatch] = {}
 
     # The training thread calls the following.
@@ -88,30 +93,27 @@ class Routers(PerBatch):
                 router.expert_bias.data = bias
         if batch is None:
             return
-        own = self._batches.get(batch) or self._batches.setdefault(batch, self._begin())
+        if batch not in self._batches:
+            self._batches[batch] = self._begin()
+        own = self._batches[batch]
         for router, module in zip(self._routers, own.modules):
-            for name in filter(vars(module).__contains__, COUNTS):
-                getattr(router, name).data = getattr(module, name)
+            for name in COUNTS:
+                if hasattr(module, name):
+                    getattr(router, name).data = getattr(module, name)
         moe_logging.set_moe_metrics_tracker(own.tracker)
         MTPLossLoggingHelper.tracker = own.heads
 
     def _begin(self) -> RouterBatch:
-        always, modules = (
-            dict(training=True, reset_global_aux_loss_tracker=lambda: None),
-            [],
-        )
+        modules = []
         for router in self._routers:
-            counted = [
-                (name, tensor)
-                for name in COUNTS
-                if (tensor := getattr(router, name, None)) is not None
-            ]
-            modules.append(
-                SimpleNamespace(
-                    **always,
-                    **{name: torch.zeros_like(tensor) for name, tensor in counted},
-                )
+            module = SimpleNamespace(
+                training=True, reset_global_aux_loss_tracker=constant(None)
             )
+            for name in COUNTS:
+                tensor = getattr(router, name, None)
+                if tensor is not None:
+                    setattr(module, name, torch.zeros_like(tensor))
+            modules.append(module)
         return RouterBatch(modules, moe_logging.MoEMetricsTracker(), {})
 
     def end_batch(self, batch: int) -> RouterBatch:
@@ -124,15 +126,18 @@ class Routers(PerBatch):
 
     def complete(self, batch: int, result: Any) -> None:
         """Megatron changes the biases in skipped steps too."""
-        self._biases[batch + 1] = [
-            getattr(module, "expert_bias", None) for module in result.losses.modules
-        ]
+        modules = result.losses.modules
+        biases = [getattr(module, "expert_bias", None) for module in modules]
+        self._biases[batch + 1] = biases
         self._biases.pop(batch - 1, None)
 
     def shadow(self, newest: int) -> dict[torch.Tensor, torch.Tensor]:
         """The biases of W(newest - 1), by the routers' own."""
-        pairs = zip(self._routers, self._biases[newest - 1])
-        return {router.expert_bias: bias for router, bias in pairs if bias is not None}
+        biases = {}
+        for router, bias in zip(self._routers, self._biases[newest - 1]):
+            if bias is not None:
+                biases[router.expert_bias] = bias
+        return biases
 
     # The step's thread calls the following.
 
@@ -141,27 +146,26 @@ class Routers(PerBatch):
     ) -> None:
         """Sum the auxiliary losses over all stages and pipelines, as Megatron does for
         the log line."""
-        config, tracker, heads = self._config, own.tracker, own.heads
-        for name in [name for name in HEADS if name in heads]:
-            dist.all_reduce(heads[name], group=groups.dp_cp)
-            heads[name] /= groups.dp_cp.size() if name == HEADS[0] else 1
-            heads["avg_group"] = None
+        for name in HEADS:
+            if name in own.heads:
+                dist.all_reduce(own.heads[name], group=groups.dp_cp)
+                if name == "loss_values":
+                    own.heads[name] /= groups.dp_cp.size()
+                own.heads["avg_group"] = None
+        config = self._config
         if config.num_moe_experts is None:
             return
-        kinds = config.moe_router_load_balancing_type
-        names = [
-            f"{prefix}load_balancing_loss"
-            for kind, prefix in LOSSES.items()
-            if kind in kinds
-        ]
-        for name in names + ["z_loss"] * (config.moe_z_loss_coeff is not None):
-            tracker.ensure_initialized(
-                name, config.num_layers + (config.mtp_num_layers or 0)
-            )
-            entry = tracker.metrics[name]
-            entry.reduce_group, entry.avg_group = (
-                twin_of(entry.reduce_group),
-                twin_of(entry.avg_group),
-            )
-            tracker._sync_metrics([name], groups)
-        tracker._sync_metrics = lambda names, groups=None: None
+        names = []
+        for kind, name in LOSSES.items():
+            if kind in config.moe_router_load_balancing_type:
+                names.append(name)
+        if config.moe_z_loss_coeff is not None:
+            names.append("z_loss")
+        layers = config.num_layers + (config.mtp_num_layers or 0)
+        for name in names:
+            own.tracker.ensure_initialized(name, layers)
+            entry = own.tracker.metrics[name]
+            entry.reduce_group = twin_of(entry.reduce_group)
+            entry.avg_group = twin_of(entry.avg_group)
+            own.tracker._sync_metrics([name], groups)
+        own.tracker._sync_metrics = constant(None)

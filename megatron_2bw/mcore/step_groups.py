@@ -29,7 +29,7 @@ def gather(values: Sequence[float], group: dist.ProcessGroup) -> list[list[float
 
 class Groups:
     """Twins of Megatron's process groups, with the same ranks, as step groups
-    (`core.groups.StepGroup`).
+    (`engine.process_groups.StepGroup`).
 
     The small ones use gloo: no kernel of theirs waits on the GPU for another stage.
     Every rank must make them, at the same time and in the same order as all others.
@@ -51,81 +51,84 @@ class Groups:
         host: bool = False,
         experts: dist.ProcessGroup | None = None,
     ):
-        self._twins: dict[frozenset[int], Any] = {}
-
-        def twin(
-            group: dist.ProcessGroup | None, name: str, backend: str | None = None
-        ) -> Any:
-            ranks = (
-                [dist.get_rank()]
-                if group is None
-                else dist.get_process_group_ranks(group)
-            )
-            return StepGroup(new_group(ranks, name, backend, timeout))
-
-        self.world = twin(dist.group.WORLD, "world", "gloo")
+        self._timeout = timeout
+        self._device = device
         # One for each set of ranks: Megatron takes one norm of parts whose groups are
         # one.
-        shared = [
-            part.get_grad_stats_parallel_group() or dist.group.WORLD for part in parts
-        ]
+        self._statistics: dict[frozenset[int], Any] = {}
+        self.world = self._twin(dist.group.WORLD, "world", "gloo")
+        for part in parts:
+            group = part.get_grad_stats_parallel_group()
+            self._add_statistics(group or dist.group.WORLD)
         if experts is not None:
-            shared += [megatron.tp_dp_cp, mpu.get_tensor_and_context_parallel_group()]
-        for group in shared:
-            ranks = frozenset(dist.get_process_group_ranks(group))
-            self._twins[ranks] = self._twins.get(ranks) or twin(
-                group, "statistics", "gloo"
-            )
-        self.data = (
-            twin(megatron.dp_cp, "data"),
-            *([twin(experts, "experts")] if experts is not None else []),
+            self._add_statistics(megatron.tp_dp_cp)
+            self._add_statistics(mpu.get_tensor_and_context_parallel_group())
+        self.data = (self._twin(megatron.dp_cp, "data"),)
+        if experts is not None:
+            self.data += (self._twin(experts, "experts"),)
+        self.embedding = self._twin(
+            megatron.embd, "embedding", "gloo" if host else None
         )
-        self.embedding = twin(megatron.embd, "embedding", "gloo" if host else None)
-        for group in (*self.data, self.embedding):
-            # NCCL creates a communicator at first use: here, where every rank is, and
-            # not concurrently with training. Nobody uses an embedding group of one
-            # rank; NCCL may take 512 MiB for it (its issue 2363).
-            if group in self.data or group.size() > 1:
-                dist.all_reduce(torch.zeros(1, device=device), group=group)
-        self._embedding_barrier = twin(megatron.embd, "embedding meeting", "gloo")
-        # The collection for Megatron's finalize function.
-        self.megatron = copy.copy(megatron)
-        self.megatron.pp = twin(megatron.pp, "pipeline", "gloo")
-        self.megatron.tp = twin(megatron.tp, "tensor", "gloo")
-        tokens = twin(megatron.dp_cp, "tokens", "gloo") if host else self.data[0]
+        for group in self.data:
+            self._connect(group)
+        # Nobody uses an embedding group of one rank; NCCL may take 512 MiB for it (its
+        # issue 2363).
+        if self.embedding.size() > 1:
+            self._connect(self.embedding)
+        self._embedding_barrier = self._twin(megatron.embd, "embedding meeting", "gloo")
+        # The collection for Megatron's finalize function. What is not replaced has one
+        # rank or is not used.
+        ours = self.megatron = copy.copy(megatron)
+        ours.pp = self._twin(megatron.pp, "pipeline", "gloo")
+        ours.tp = self._twin(megatron.tp, "tensor", "gloo")
+        tokens = self.data[0]
+        if host:
+            tokens = self._twin(megatron.dp_cp, "tokens", "gloo")
         # of the token count, which Megatron prefers to take from the other one:
-        self.megatron.dp_cp = tokens
-        self.megatron.dp_cp_gtp_remat = tokens
-        self.megatron.tp_dp_cp = (
-            self.twin_of(megatron.tp_dp_cp) if experts is not None else None
-        )
-        self.megatron.embd = self.embedding if megatron.embd is not None else None
-        # of one rank, but for a T5: never used
-        position = twin(megatron.pos_embd, "position embedding", "gloo")
-        self.megatron.pos_embd = position if megatron.pos_embd is not None else None
+        ours.dp_cp = tokens
+        ours.dp_cp_gtp_remat = tokens
+        if experts is not None:
+            ours.tp_dp_cp = self.twin_of(megatron.tp_dp_cp)
+        ours.embd = None if megatron.embd is None else self.embedding
         for part in parts:
             # Muon orthogonalises a matrix that the tensor-parallel ranks share; every
             # stage has such a part, or none.
-            if getattr(part.optimizer, "pg_collection", None) is not None:
-                part.optimizer.pg_collection = copy.copy(part.optimizer.pg_collection)
-                part.optimizer.pg_collection.tp = tensor = twin(megatron.tp, "matrices")
-                dist.all_reduce(torch.zeros(1, device=device), group=tensor)
+            collection = getattr(part.optimizer, "pg_collection", None)
+            if collection is not None:
+                part.optimizer.pg_collection = copy.copy(collection)
+                part.optimizer.pg_collection.tp = self._twin(megatron.tp, "matrices")
+                self._connect(part.optimizer.pg_collection.tp)
+
+    def _twin(
+        self, group: dist.ProcessGroup | None, name: str, backend: str | None = None
+    ) -> Any:
+        """A step group of the same ranks; of this rank, if it is in no such group."""
+        ranks = [dist.get_rank()]
+        if group is not None:
+            ranks = dist.get_process_group_ranks(group)
+        return StepGroup(new_group(ranks, name, backend, self._timeout))
+
+    def _add_statistics(self, group: dist.ProcessGroup) -> None:
+        ranks = frozenset(dist.get_process_group_ranks(group))
+        if ranks not in self._statistics:
+            self._statistics[ranks] = self._twin(group, "statistics", "gloo")
+
+    def _connect(self, group: Any) -> None:
+        """NCCL creates a communicator at first use: here, where every rank is, and not
+        concurrently with training."""
+        dist.all_reduce(torch.zeros(1, device=self._device), group=group)
 
     def twin_of(self, group: dist.ProcessGroup | None) -> Any:
         """The twin of one of Megatron's groups for statistics."""
-        return (
-            None
-            if group is None
-            else self._twins[frozenset(dist.get_process_group_ranks(group))]
-        )
+        if group is None:
+            return None
+        return self._statistics[frozenset(dist.get_process_group_ranks(group))]
 
     def align_embedding_ranks(self) -> None:
         """Barrier (gloo) before the tied embeddings' all-reduce: an NCCL kernel that
         waits would occupy the GPU."""
-        if (
-            dist.get_backend(self.embedding) == "nccl"
-            and self._embedding_barrier.size() > 1
-        ):
+        nccl = dist.get_backend(self.embedding) == "nccl"
+        if nccl and self._embedding_barrier.size() > 1:
             dist.barrier(group=self._embedding_barrier)
 
     def gather_over_pipeline(self, values: Sequence[float]) -> list[list[float]]:
@@ -134,6 +137,6 @@ class Groups:
 
     def any_rank(self, *flags: bool) -> list[bool]:
         """For each flag, whether it is set on any rank of the world."""
-        values = torch.tensor([int(flag) for flag in flags], device="cpu")
+        values = torch.tensor(flags, dtype=torch.int, device="cpu")
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.world)
-        return [bool(value) for value in values]
+        return values.bool().tolist()

@@ -38,7 +38,7 @@ OURS = "/megatron/", "/megatron_2bw/"
 STEP, TRAINING = "2bw step", "MainThread"
 WAITS = {  # how often in an iteration, at most
     # the norm, without Apex and Transformer Engine
-    (STEP, "repairs.py: wait_once.<locals>.of_all"): 1,
+    (STEP, "repairs.py: _norm_of_all"): 1,
     (STEP, "groups.py: _wait_for_stream"): 8,  # after each collective of the step
     (STEP, "groups.py: StepGroup._through_host"): 3,
     (STEP, "recorder.py: Recorder.resolve"): 1,

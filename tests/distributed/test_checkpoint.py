@@ -291,6 +291,7 @@ def test_what_a_checkpoint_holds(saved):
         "has_shadow": True,
         "has_working": False,
         "factor": None,
+        "gradient": None,
         "sync_iterations": 0,
     }
     assert own == {"schedule": "2bw", "version": SAVED, "loss_scale": 1.0} | flags

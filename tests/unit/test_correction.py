@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_2bw.base.portions import portions
-from megatron_2bw.mcore.correction import Correction, parse
+from megatron_2bw.mcore.correction import Correction
 from megatron_2bw.mcore.working_copy import resume_note
 from megatron_2bw.run.flags.correction_flags import (
     GAPS,
@@ -29,19 +29,31 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize(
-    "then, now, text",
+    "saved, now, text",
     [
-        (parse("0.5 and gradient 2"), Correction(0.5, 2), ""),
-        (None, parse("1"), ": not corrected at first, corrected by 1 from then on"),
+        ({"factor": 0.5, "gradient": 2.0}, Correction(0.5, 2), ""),
+        # as older releases have saved it
+        ({"factor": "0.5 and gradient 2"}, Correction(0.5, 2), ""),
+        ({"factor": "0.5:1"}, Correction(0.5), ""),
+        ({"factor": 0.5}, Correction(0.5), ""),
         (
-            Correction(1.0),
-            Correction(1.0, 2),
+            {"factor": None, "gradient": None},
+            Correction(1),
+            ": not corrected at first, corrected by 1 from then on",
+        ),
+        (
+            {"factor": 1.0, "gradient": 0.0},
+            Correction(1, 2),
             ": corrected by 1 at first, corrected by 1 and gradient 2 from then on",
         ),
     ],
 )
-def test_the_log_of_a_resumed_run_whose_first_weights_differ(then, now, text):
-    assert resume_note(then, now) == text
+def test_the_log_of_a_resumed_run_whose_first_weights_differ(
+    saved, now, text, cpu_layer
+):
+    from megatron_2bw.mcore.checkpoints.state import correction_of_checkpoint
+
+    assert resume_note(correction_of_checkpoint(saved), now) == text
 
 
 SIZES = dict(

@@ -12,29 +12,27 @@ from megatron_2bw.run.flags import parse, quick_check
 from megatron_2bw.run.start import launch
 
 
-def state() -> dict:
+def state() -> list:
     """Everything that `install` may touch."""
-    names = {name: getattr(torch.cuda, name) for name in cpu._TORCH_CUDA}
-    return names | {
-        "cuda": torch.nn.Module.cuda,
-        "rng": torch.cuda.random.get_rng_state,
-        "compile": torch.compile,
-    }
+    names = cpu._CONSTANTS | cpu._FUNCTIONS
+    others = [torch.nn.Module.cuda, torch.cuda.random.get_rng_state, torch.compile]
+    return [getattr(torch.cuda, name) for name in names] + others
 
 
 def test_tensors_asked_for_on_cuda_are_on_the_cpu(cpu_layer):
+    ones = torch.ones(2)
     for tensor in (
         torch.zeros(2, device="cuda"),
-        torch.tensor([1.0], device=torch.cuda.current_device()),
+        torch.zeros(2, device=torch.cuda.current_device()),
         torch.empty(2, device=torch.device("cuda", 0)),
-        torch.ones(2).cuda(),
-        torch.ones(2).to("cuda:0"),
-        torch.ones(2).to(device="cuda"),
+        ones.cuda(),
+        ones.to("cuda:0"),
+        ones.to(device="cuda"),
         torch.nn.Linear(2, 2).cuda(0).weight,
     ):
         assert tensor.device.type == "cpu"
         assert tensor.type() == "torch.cuda.FloatTensor"
-    assert torch.ones(2).to(torch.float16).dtype == torch.float16
+    assert ones.to(torch.float16).dtype == torch.float16
 
 
 def test_uninstall_puts_everything_back():
@@ -52,16 +50,14 @@ def test_nothing_changes_on_a_cuda_host(monkeypatch):
     flag."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(quick_check, "mistake", lambda *given: None)
-    monkeypatch.setattr(
-        sys, "argv", ["pretrain_gpt_2bw.py", "--pipeline-schedule", "2bw", "--verbose"]
-    )
-    before, seen = state(), {}
+    argv = ["pretrain_gpt_2bw.py", "--pipeline-schedule", "2bw", "--verbose"]
+    monkeypatch.setattr(sys, "argv", argv)
+    before = state()
 
-    def stop_here(*given):
-        seen.update(state())
+    def parsing(*args):
+        assert not cpu.installed() and state() == before
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(parse, "parse", stop_here)
+    monkeypatch.setattr(parse, "parse", parsing)
     with pytest.raises(KeyboardInterrupt):
         launch.launch("megatron_2bw.run.tasks.gpt")
-    assert not cpu.installed() and seen == before

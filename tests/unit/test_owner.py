@@ -3,29 +3,32 @@ free."""
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from megatron_2bw.base.errors import UserError
 from megatron_2bw.mcore.checkpoints import owner
 
-HOLD = (
-    "import sys, time; from megatron_2bw.mcore.checkpoints import owner; "
-    "owner.hold(sys.argv[1]); print(flush=True)"
-)
+# A process that holds the folder, with a child, which lives longer.
+HOLD = """
+import os, sys, time
+from megatron_2bw.mcore.checkpoints import owner
+owner.hold(sys.argv[1])
+print(flush=True)
+os.fork() or os.setsid()
+time.sleep(20)
+"""
 
 
 @pytest.fixture
 def other(tmp_path):
-    """Another process, which holds the folder, and a child of it, which lives
-    longer."""
-    child = "; import os; os.fork() or os.setsid(); time.sleep(20)"
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD + child, tmp_path], stdout=subprocess.PIPE
-    )
+    command = [sys.executable, "-c", HOLD, tmp_path]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
     process.stdout.readline()
     yield process
     process.kill()
@@ -40,10 +43,8 @@ def test_a_second_run_is_refused_while_the_first_lives(other, tmp_path):
     link = tmp_path.with_name("link")
     link.symlink_to(tmp_path)
     for folder in (tmp_path, link):
-        with pytest.raises(
-            UserError,
-            match=rf"--save {folder}: the run of process {other.pid} on .* saves there",
-        ):
+        line = rf"--save {folder}: the run of process {other.pid} on .* saves there"
+        with pytest.raises(UserError, match=line):
             owner.hold(folder)
     other.kill()
     other.wait()
@@ -57,18 +58,14 @@ def test_the_claim_of_a_host_that_is_gone_is_waited_for(tmp_path, monkeypatch):
     (tmp_path / owner.OWNER).write_text(
         "the run of process 1 on elsewhere (since 2026)"
     )
-    waits: list[float] = []
-    monkeypatch.setattr(
-        owner.FileLock, "acquire", lambda self, timeout: waits.append(timeout)
-    )
+    acquire = mock.Mock()
+    monkeypatch.setattr(owner.FileLock, "acquire", acquire)
     owner.hold(tmp_path)
-    assert waits == [owner.LEASE]
+    acquire.assert_called_once_with(timeout=owner.LEASE)
 
 
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, capsys):
-    def refuse(*given, **options):
-        raise OSError(37, "No locks available")
-
+    refuse = mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
     monkeypatch.setattr(owner.FileLock, "acquire", refuse)
     owner.hold(tmp_path)
     assert "> --save" in capsys.readouterr().out

@@ -3,10 +3,9 @@ named."""
 
 from __future__ import annotations
 
-import json
+import builtins
 import os
 import pickle
-import types
 from pathlib import Path
 
 import pytest
@@ -27,60 +26,32 @@ from megatron_2bw.mcore.checkpoints.folder import (
 )
 from megatron_2bw.mcore.checkpoints.unpickle import Refused
 
-builtin = types.SimpleNamespace(open=open)
-
 
 def distributed(folder: Path, iteration: int, value: float = 1.0) -> Path:
     """A whole checkpoint as Megatron writes it, and the tracker."""
     folder.mkdir(exist_ok=True)
     checkpoint = folder / checkpoint_name(iteration)
-    dcp.save(
-        {"weight": torch.full((100,), value)}, checkpoint_id=checkpoint, no_dist=True
-    )
-    (checkpoint / "metadata.json").write_text(
-        json.dumps({"sharded_backend": "torch_dist"})
-    )
+    state = {"weight": torch.full((100,), value)}
+    dcp.save(state, checkpoint_id=checkpoint, no_dist=True)
+    (checkpoint / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     (folder / TRACKER).write_text(str(iteration))
     return checkpoint
 
 
-def older(folder: Path, iteration: int) -> Path:
-    file = folder / checkpoint_name(iteration) / "mp_rank_00" / "model_optim_rng.pt"
-    file.parent.mkdir(parents=True)
-    torch.save({"weight": torch.ones(100)}, file)
-    (folder / TRACKER).write_text(str(iteration))
-    return file
+def value(folder: Path, iteration: int) -> float:
+    state = {"weight": torch.zeros(100)}
+    dcp.load(state, checkpoint_id=folder / checkpoint_name(iteration), no_dist=True)
+    return float(state["weight"][0])
 
 
-# --- the tracker
-# --------------------------------------------------------------------------------------
-
-
-def test_the_tracker_is_replaced_in_one_step(tmp_path, monkeypatch):
+def test_the_tracker_is_replaced_when_it_is_complete(tmp_path):
     tracker = tmp_path / TRACKER
     tracker.write_text("2")
-    seen = []
-    replace = os.replace
-    monkeypatch.setattr(
-        os,
-        "replace",
-        lambda *names: (seen.append(tracker.read_text()), replace(*names)),
-    )
-    with TrackerFiles(builtin).open(str(tracker), "w") as file:
+    with TrackerFiles(builtins).open(str(tracker), "w") as file:
         file.write("4")
         assert tracker.read_text() == "2"
-    assert seen == ["2"] and tracker.read_text() == "4"
-    assert [path.name for path in tmp_path.iterdir()] == [TRACKER]
-
-
-# --- a checkpoint that is saved again
-# --------------------------------------------------------------------------------------
-
-
-def value(folder: Path, iteration: int) -> float:
-    found = {"weight": torch.zeros(100)}
-    dcp.load(found, checkpoint_id=folder / checkpoint_name(iteration), no_dist=True)
-    return float(found["weight"][0])
+    assert tracker.read_text() == "4"
+    assert list(tmp_path.iterdir()) == [tracker]
 
 
 @pytest.mark.parametrize("moment", ["rename", "replace"])
@@ -90,36 +61,22 @@ def test_a_kill_while_the_new_one_is_named(moment, tmp_path, monkeypatch):
     distributed(tmp_path, 4)
     set_aside_old(tmp_path, 4)
     distributed(tmp_path, 4, value=2.0)
-    monkeypatch.setattr(
-        Path if moment == "rename" else os, moment, lambda *names: 1 / 0
-    )
-    with (
-        pytest.raises(ZeroDivisionError),
-        TrackerFiles(builtin).open(tmp_path / TRACKER, "w") as file,
-    ):
-        file.write("4")
+    owner = Path if moment == "rename" else os
+    monkeypatch.setattr(owner, moment, lambda *names: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        with TrackerFiles(builtins).open(tmp_path / TRACKER, "w") as file:
+            file.write("4")
     monkeypatch.undo()
     restore_old(tmp_path)
-    assert (
-        value(tmp_path, 4) == (1.0 if moment == "rename" else 2.0)
-        and latest_iteration(tmp_path) == 4
-    )
+    assert value(tmp_path, 4) == (1.0 if moment == "rename" else 2.0)
+    assert latest_iteration(tmp_path) == 4
 
 
 def test_one_folder():
-    assert same_folder("a", "./a/") and same_folder("/proc/self/cwd", ".")
-    assert not any(
-        same_folder(*two)
-        for two in (("a", "b"), ("a", None), (None, None), ("msc://a", "msc://a"))
-    )
-
-
-# --- damage
-# --------------------------------------------------------------------------------------
-
-
-def cut(file: Path, size: int) -> None:
-    file.write_bytes(file.read_bytes()[:size])
+    assert same_folder("a", "./a/")
+    assert same_folder("/proc/self/cwd", ".")
+    for one, other in (("a", "b"), ("a", None), ("msc://a", "msc://a")):
+        assert not same_folder(one, other)
 
 
 class Code:
@@ -129,84 +86,73 @@ class Code:
         return exec, ("raise SystemExit('a stranger has run code')",)
 
 
-DAMAGES = {
-    "cut short": (
-        lambda c: cut(next(c.glob("*.distcp")), 100),
-        "iter_0000004 is damaged (__0_0.distcp has 100 of ",
-    ),
-    "a file is gone": (
-        lambda c: next(c.glob("*.distcp")).unlink(),
-        "is damaged (__0_0.distcp has 0 of",
-    ),
-    "not finished": (
-        lambda c: (c / "metadata.json").unlink(),
-        "was not written to its end, or not by Megatron",
-    ),
-    "index cut short": (
-        lambda c: cut(c / ".metadata", 20),
-        "is damaged (metadata.json or .metadata: ",
-    ),
-    "with code": (
-        lambda c: (c / ".metadata").write_bytes(pickle.dumps(Code())),
+def change(checkpoint: Path, name: str, content: bytes | int | None) -> None:
+    """Replace a file's content, cut it to a size, or delete the file."""
+    (file,) = checkpoint.glob(name)
+    if isinstance(content, int):
+        content = file.read_bytes()[:content]
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+
+
+WITH_CODE = pickle.dumps(Code())
+IN_A_RECORDS_MODULE = b"ctorch.distributed.checkpoint.filesystem\nos\n."
+
+
+@pytest.mark.parametrize(
+    "name, content, expected",
+    [
+        ("*.distcp", 100, "iter_0000004 is damaged (__0_0.distcp has 100 of "),
+        ("*.distcp", None, "is damaged (__0_0.distcp has 0 of"),
+        ("metadata.json", None, "was not written to its end, or not by Megatron"),
+        (".metadata", 20, "is damaged (metadata.json or .metadata: "),
+        (".metadata", WITH_CODE, "is refused (.metadata names builtins.exec, "),
         (
-            "is refused (.metadata names builtins.exec, which is no record of "
-            "torch's and could run code)"
+            ".metadata",
+            IN_A_RECORDS_MODULE,
+            "is refused (.metadata names torch.distributed.c",
         ),
-    ),
-    "with code in a record's module": (
-        lambda c: (c / ".metadata").write_bytes(
-            b"ctorch.distributed.checkpoint.filesystem\nos\n."
-        ),
-        "is refused (.metadata names torch.distributed.checkpoint.filesystem.os, ",
-    ),
-}
-
-
-@pytest.mark.parametrize("how", DAMAGES)
-def test_damage_is_named_with_what_else_could_be_loaded(how, tmp_path):
+    ],
+)
+def test_damage_is_named_with_what_else_could_be_loaded(
+    name, content, expected, tmp_path
+):
     distributed(tmp_path, 2)
-    harm, expected = DAMAGES[how]
-    harm(distributed(tmp_path, 4))
+    change(distributed(tmp_path, 4), name, content)
     message = problem(tmp_path)
     assert expected in message and "\n" not in message
     assert message.endswith(": load another with --ckpt-step N, whole ones are 2")
     assert problem(tmp_path, step=2) is None
 
 
-@pytest.fixture
-def guarded():
-    undo = rebinding.apply(patches.for_reading())
-    again = rebinding.apply(patches.for_reading())
-    yield
-    again()
-    undo()
-
-
-def test_a_load_reads_no_index_with_code(guarded, tmp_path):
+def test_a_load_reads_no_index_with_code(request, tmp_path):
+    for _ in range(2):  # a run may apply it twice
+        request.addfinalizer(rebinding.apply(patches.for_reading()))
     checkpoint = distributed(tmp_path, 4)
     assert value(tmp_path, 4) == 1.0
-    DAMAGES["with code"][0](checkpoint)
+    change(checkpoint, ".metadata", WITH_CODE)
     with pytest.raises(Refused, match="builtins.exec"):
         dcp.FileSystemReader(checkpoint).read_metadata()
 
 
 def test_a_file_of_torch_that_is_cut_short(tmp_path):
-    file = older(tmp_path, 2)
-    assert problem(tmp_path) is None and saved_iterations(tmp_path) == [2]
-    cut(file, 300)
-    assert (
-        "iter_0000002 is damaged (mp_rank_00/model_optim_rng.pt is cut short"
-        in problem(tmp_path)
-    )
-    assert problem(tmp_path).endswith("there is no other")
+    checkpoint = tmp_path / checkpoint_name(2) / "mp_rank_00"
+    checkpoint.mkdir(parents=True)
+    torch.save({"weight": torch.ones(100)}, checkpoint / "model_optim_rng.pt")
+    (tmp_path / TRACKER).write_text("2")
+    assert problem(tmp_path) is None
+    assert saved_iterations(tmp_path) == [2]
+    change(checkpoint, "*.pt", 300)
+    message = problem(tmp_path)
+    assert "damaged (mp_rank_00/model_optim_rng.pt is cut short" in message
+    assert message.endswith("there is no other")
 
 
-@pytest.mark.parametrize("text", ["", "12a", "8"])
-def test_a_tracker_that_names_no_checkpoint(text, tmp_path):
+@pytest.mark.parametrize("text, iteration", [("", None), ("12a", None), ("8", 8)])
+def test_a_tracker_that_names_no_checkpoint(text, iteration, tmp_path):
     distributed(tmp_path, 2)
     (tmp_path / TRACKER).write_text(text)
-    assert problem(tmp_path).endswith(
-        ": load another with --ckpt-step N, whole ones are 2"
-    )
-    assert latest_iteration(tmp_path) == (8 if text == "8" else None)
+    assert problem(tmp_path).endswith("--ckpt-step N, whole ones are 2")
+    assert latest_iteration(tmp_path) == iteration
     assert problem(tmp_path, step=7).startswith("there is no iter_0000007")

@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -20,6 +21,7 @@ import shutil
 import time
 import uuid
 import zipfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,13 +32,11 @@ TRACKER = "latest_checkpointed_iteration.txt"
 ASIDE = "replaced_"  # prefix of an old checkpoint while its iteration is saved again
 DELETED = "deleted_"  # prefix of what is being deleted, which can take long
 
+type Folder = str | os.PathLike
+
 
 def checkpoint_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
-
-
-# --- writing
-# --------------------------------------------------------------------------------------
 
 
 class TrackerFiles:
@@ -48,51 +48,42 @@ class TrackerFiles:
     def __getattr__(self, attribute: str) -> Any:
         return getattr(self._original, attribute)
 
-    def open(self, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if (
-            mode == "w"
-            and os.path.basename(str(path)) == TRACKER
-            and "://" not in str(path)
-        ):
-            return _Tracker(Path(path))
+    def open(self, path: Folder, mode: str = "r", *args, **kwargs) -> Any:
+        local = "://" not in str(path)
+        if mode == "w" and local and os.path.basename(path) == TRACKER:
+            return _new_tracker(Path(path))
         return self._original.open(path, mode, *args, **kwargs)
 
 
-class _Tracker(io.StringIO):
-    """The new content of a tracker, which replaces the old one at the end of a `with`
-    without an exception."""
+@contextlib.contextmanager
+def _new_tracker(path: Path) -> Iterator[io.StringIO]:
+    """Inside, the new content is written; it replaces the old one at the end, without
+    an exception."""
+    file = io.StringIO()
+    yield file
+    text = file.getvalue()
+    write_whole(path, text, sync=True, before=partial(_drop_old, path.parent, text))
+    _delete_leftovers(path.parent)
 
-    def __init__(self, path: Path):
-        super().__init__()
-        self._path = path
 
-    def __exit__(self, kind: Any, *exception: Any) -> None:
-        text = self.getvalue()
-        self.close()
-        if kind is not None:
-            return
-        write_whole(
-            self._path, text, sync=True, before=partial(self._replace_old, text)
-        )
-        _delete_leftovers(self._path.parent)
-
-    def _replace_old(self, text: str) -> None:
-        """The new tracker is on the disk: the old checkpoint loses precedence."""
-        if text.strip().isdecimal():
-            aside = self._path.with_name(ASIDE + checkpoint_name(int(text)))
-            if aside.is_dir():
-                aside.rename(aside.with_name(f"{DELETED}{uuid.uuid4().hex}"))
+def _drop_old(folder: Path, iteration: str) -> None:
+    """The new tracker is on the disk: the old checkpoint loses precedence."""
+    if not iteration.strip().isdecimal():
+        return
+    aside = folder / f"{ASIDE}{checkpoint_name(int(iteration))}"
+    if aside.is_dir():
+        aside.rename(folder / f"{DELETED}{uuid.uuid4().hex}")
 
 
 def _delete_leftovers(folder: Path) -> None:
     for path in folder.glob(DELETED + "*"):
         shutil.rmtree(path, ignore_errors=True)
-    # of a run that was killed while it wrote the tracker
+    # A run that was killed while it wrote the tracker leaves these.
     for path in folder.glob(f".{TRACKER}.*"):
         path.unlink(missing_ok=True)
 
 
-def set_aside_old(folder: str | os.PathLike, iteration: int) -> None:
+def set_aside_old(folder: Folder, iteration: int) -> None:
     """Before a checkpoint is written: keep the one of the same iteration, if it is
     whole.
 
@@ -105,78 +96,75 @@ def set_aside_old(folder: str | os.PathLike, iteration: int) -> None:
         target.rename(aside)
 
 
-def restore_old(folder: str | os.PathLike) -> None:
+def restore_old(folder: Folder) -> None:
     """After a run that ended while it saved an iteration again: put the old checkpoint
     back.
 
     On one rank only, in the folder that this run saves to, and only while no checkpoint
     is written.
     """
-    for aside in Path(folder).glob(ASIDE + "iter_*"):
+    for aside in _set_aside(folder):
         target = aside.with_name(aside.name.removeprefix(ASIDE))
         shutil.rmtree(target, ignore_errors=True)
         aside.rename(target)
 
 
-def await_restored(folder: str | os.PathLike, seconds: float = 60) -> None:
-    """On the other ranks: wait until the first has put the old checkpoints back."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(Path(folder).glob(ASIDE + "iter_*")):
+def await_restored(folder: Folder) -> None:
+    """On the other ranks: wait until the first has put the old checkpoints back, at
+    most a minute."""
+    deadline = time.monotonic() + 60
+    while _set_aside(folder) and time.monotonic() < deadline:
         time.sleep(0.1)
+
+
+def _set_aside(folder: Folder) -> list[Path]:
+    """The old checkpoints whose iterations are being saved again."""
+    return list(Path(folder).glob(ASIDE + "iter_*"))
 
 
 def same_folder(one: str | None, other: str | None) -> bool:
     """Whether two flags name the same folder of this file system."""
-    return (
-        bool(one and other)
-        and "://" not in one
-        and os.path.realpath(one) == os.path.realpath(other)
-    )
+    if not one or not other or "://" in one:
+        return False
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
-def source(args) -> tuple[str, str | None]:
+def source(args: Any) -> tuple[str, str | None]:
     """The flag whose folder a run with these arguments loads, by Megatron's choice, and
     the folder."""
-    own = args.load and os.path.isfile(Path(args.load, TRACKER))
-    flag = (
-        "--load" if own or not args.pretrained_checkpoint else "--pretrained-checkpoint"
-    )
-    return flag, args.load if flag == "--load" else args.pretrained_checkpoint
+    saved_here = args.load and os.path.isfile(Path(args.load, TRACKER))
+    if args.pretrained_checkpoint and not saved_here:
+        return "--pretrained-checkpoint", args.pretrained_checkpoint
+    return "--load", args.load
 
 
 def _is_whole(checkpoint: Path) -> bool:
     """Whether it has the last file of a distributed format, or the files of the older
     format."""
-    last = any(
-        Path(checkpoint, file).is_file() for file in ("metadata.json", ".metadata")
-    )
-    return last or any(checkpoint.glob("mp_rank_*/*.pt"))
+    last = ("metadata.json", ".metadata", "mp_rank_*/*.pt")
+    return any(any(checkpoint.glob(name)) for name in last)
 
 
 def root(error: BaseException) -> BaseException:
     """The system's error behind an error of torch's stream writer, or the error
     itself."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, OSError):
-        found = found.__cause__ or found.__context__
-    return found or error
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
 
 
-# --- reading
-# --------------------------------------------------------------------------------------
-
-
-def saved_iterations(folder: str | os.PathLike) -> list[int]:
+def saved_iterations(folder: Folder) -> list[int]:
     """The iterations with a whole checkpoint, ascending."""
-    numbers = [
-        path.name.removeprefix("iter_")
-        for path in Path(folder).glob("iter_*")
-        if _is_whole(path)
-    ]
-    return sorted(int(number) for number in numbers if number.isdecimal())
+    iterations = []
+    for path in Path(folder).glob("iter_*"):
+        number = path.name.removeprefix("iter_")
+        if number.isdecimal() and _is_whole(path):
+            iterations.append(int(number))
+    return sorted(iterations)
 
 
-def latest_iteration(folder: str | os.PathLike) -> int | None:
+def latest_iteration(folder: Folder) -> int | None:
     """The iteration that the tracker names; None if it names none."""
     try:
         text = Path(folder, TRACKER).read_text().strip()
@@ -186,7 +174,7 @@ def latest_iteration(folder: str | os.PathLike) -> int | None:
 
 
 def problem(
-    folder: str | os.PathLike,
+    folder: Folder,
     step: int | None = None,
     ours: bool = True,
     kind: str = "torch_dist",
@@ -200,43 +188,45 @@ def problem(
 
     Checks the sizes of all files, not their content.
     """
-    text = str(step or Path(folder, TRACKER).read_text(errors="replace").strip())
-    which = checkpoint_name(int(text)) if text.isdecimal() else text
-    checkpoint, aside = Path(folder, which), Path(folder, ASIDE + which)
-    others = [
-        str(number)
-        for number in saved_iterations(folder)
-        if checkpoint_name(number) != which
-    ][-5:]
-    remedy = (
-        f"load another with --ckpt-step N, whole ones are {', '.join(others)}"
-        if others
-        else "there is no other"
-    )
-    if aside.is_dir() and which:
+    text = str(step or Path(folder, TRACKER).read_text(errors="replace"))
+    name = text.strip()
+    if name.isdecimal():
+        name = checkpoint_name(int(name))
+    checkpoint = Path(folder, name)
+    aside = Path(folder, ASIDE + name)
+    if name and aside.is_dir():
         if not ours:
             return (
-                f"{which} is being saved again, or a run was killed during that: a "
-                "run with it as --save repairs it"
+                f"{name} is being saved again, or a run was killed during that: a run "
+                "with it as --save repairs it"
             )
         checkpoint = aside
-    if not which or not checkpoint.is_dir():
-        return f"there is no {which[:40] or f'iteration in {TRACKER}'}: {remedy}"
-    # these write no file last
-    damage = None if kind in ("torch_dcp", "fsdp_dtensor") else _damage(checkpoint)
-    return damage and f"{which} {damage}: {remedy}"
+    if not name or not checkpoint.is_dir():
+        missing = name[:40] or f"iteration in {TRACKER}"
+        return f"there is no {missing}: {_remedy(folder, name)}"
+    if kind in ("torch_dcp", "fsdp_dtensor"):
+        return None  # These formats write no file last.
+    damage = _damage(checkpoint)
+    if damage is None:
+        return None
+    return f"{name} {damage}: {_remedy(folder, name)}"
+
+
+def _remedy(folder: Folder, damaged: str) -> str:
+    others = []
+    for iteration in saved_iterations(folder):
+        if checkpoint_name(iteration) != damaged:
+            others.append(str(iteration))
+    if not others:
+        return "there is no other"
+    return f"load another with --ckpt-step N, whole ones are {', '.join(others[-5:])}"
 
 
 def _damage(checkpoint: Path) -> str | None:
     from megatron_2bw.mcore.checkpoints.unpickle import Refused, read_metadata
 
     if older := sorted(checkpoint.glob("mp_rank_*/*.pt")):
-        bad = [path for path in older if not zipfile.is_zipfile(path)]
-        return (
-            f"is damaged ({bad[0].relative_to(checkpoint)} is cut short or no file of torch)"
-            if bad
-            else None
-        )
+        return _cut_short(checkpoint, older)
     try:
         json.loads(Path(checkpoint, "metadata.json").read_text())
         with open(checkpoint / ".metadata", "rb") as file:
@@ -244,23 +234,26 @@ def _damage(checkpoint: Path) -> str | None:
     except Refused as error:
         return f"is refused ({error})"
     except FileNotFoundError as error:
-        return (
-            "was not written to its end, or not by Megatron (no file "
-            f"{Path(error.filename).name})"
-        )
+        file_name = os.path.basename(error.filename)
+        return f"was not written to its end, or not by Megatron (no file {file_name})"
     except Exception as error:  # unpickling fails in many ways
         return f"is damaged (metadata.json or .metadata: {type(error).__name__})"
     needed: dict[str, int] = {}
     for place in places:
-        needed[place.relative_path] = max(
-            needed.get(place.relative_path, 0), place.offset + place.length
-        )
-    for path, size in sorted(needed.items()):
-        found = (
-            Path(checkpoint, path).stat().st_size
-            if Path(checkpoint, path).is_file()
-            else 0
-        )
-        if found < size:
-            return f"is damaged ({path} has {found} of {size} bytes)"
+        size = needed.get(place.relative_path, 0)
+        needed[place.relative_path] = max(size, place.offset + place.length)
+    for name, size in sorted(needed.items()):
+        path = checkpoint / name
+        present = path.stat().st_size if path.is_file() else 0
+        if present < size:
+            return f"is damaged ({name} has {present} of {size} bytes)"
+    return None
+
+
+def _cut_short(checkpoint: Path, files: list[Path]) -> str | None:
+    """The damage of a checkpoint in the older format."""
+    for file in files:
+        if not zipfile.is_zipfile(file):
+            name = file.relative_to(checkpoint)
+            return f"is damaged ({name} is cut short or no file of torch)"
     return None

@@ -8,6 +8,7 @@ run saves. They read no tensor.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -31,14 +32,13 @@ def obstacle(state: dict[str, Any]) -> str | None:
     """
     content, local, factories = load_preprocess(state)
     entries, common = extract_sharded_base(content)
-    shared = [dict_list_map_outplace(lambda _: None, common)]
+    # Only the structure counts: `id` stands for a leaf, and for what a factory merges.
+    shared = [dict_list_map_outplace(id, common)]
     dist.broadcast_object_list(shared, src=0)
-    dict_list_map_inplace(
-        lambda factory: replace(factory, merge_fn=lambda part: part), factories
-    )
+    dict_list_map_inplace(partial(replace, merge_fn=id), factories)
     try:
-        for part in (local, entries):
-            merge(shared[0], part)
+        merge(shared[0], local)
+        merge(shared[0], entries)
         apply_factory_merges(shared[0], factories)
     except ValueError as error:
         return str(error)

@@ -12,24 +12,23 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
+# torch's optimizers, whose state Megatron's checkpoints do not expect
+TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+MAIN = "fp32_from_fp16_params"  # the main parameters, a list of groups
 
-def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    inner = [getattr(part, "optimizer", None) for part in parts]
-    return [
-        each
-        for each in inner
-        if type(each) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-    ]
+
+def optimizer_parts(optimizer: Any) -> list[Any]:
+    """Megatron's optimizers of a stage; none with --skip-train."""
+    if optimizer is None:
+        return []
+    return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def is_emerging(inner: Any) -> bool:
     """Whether it is an optimizer of the package emerging_optimizers, or of a derived
     class."""
-    return any(
-        base.__module__.startswith("emerging_optimizers")
-        for base in type(inner).__mro__
-    )
+    modules = [base.__module__ for base in type(inner).__mro__]
+    return any(module.startswith("emerging_optimizers") for module in modules)
 
 
 def complete_optimizer(optimizer: Any) -> None:
@@ -41,67 +40,62 @@ def complete_optimizer(optimizer: Any) -> None:
     (distrib_optimizer.py 839), the others write a checkpoint that cannot be loaded. A
     first step from this state gives the bits of a first step from none.
     """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part is not None and getattr(part, "init_state_fn", part) is None:
-            part.init_state_fn = lambda *args: None
-        if is_emerging(getattr(part, "optimizer", None)):
-            part.init_state_fn(part.optimizer, part.config)  # only where it is missing
-    for inner in _torch_optimizers(optimizer):
-        for group in inner.param_groups:
-            for param in group["params"]:
-                state = inner.state[param]
-                if isinstance(inner, torch.optim.SGD):
-                    if group["momentum"] and state.get("momentum_buffer") is None:
-                        state["momentum_buffer"] = torch.zeros_like(param)
-                elif not state:
-                    on_device = group.get("fused") or group.get("capturable")
-                    state["step"] = torch.zeros(
-                        (),
-                        dtype=torch.float32,
-                        device=param.device if on_device else torch.device("cpu"),
-                    )
-                    state["exp_avg"], state["exp_avg_sq"] = (
-                        torch.zeros_like(param),
-                        torch.zeros_like(param),
-                    )
+    for part in optimizer_parts(optimizer):
+        if getattr(part, "init_state_fn", part) is None:
+            part.init_state_fn = _no_state
+        inner = part.optimizer
+        if is_emerging(inner):
+            part.init_state_fn(inner, part.config)  # only where it is missing
+        if type(inner) in TORCH:
+            for group in inner.param_groups:
+                for param in group["params"]:
+                    _complete_state(inner, group, param)
+
+
+def _no_state(*args) -> None:
+    pass
+
+
+def _complete_state(
+    inner: torch.optim.Optimizer, group: dict[str, Any], param: torch.Tensor
+) -> None:
+    state = inner.state[param]
+    if isinstance(inner, torch.optim.SGD):
+        if group["momentum"] and state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = torch.zeros_like(param)
+    elif not state:
+        on_device = group.get("fused") or group.get("capturable")
+        device = param.device if on_device else "cpu"
+        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        state["exp_avg"] = torch.zeros_like(param)
+        state["exp_avg_sq"] = torch.zeros_like(param)
 
 
 def name_step_zero(content: Any, optimizer: Any) -> None:
     """Put the common step of Adam and SOAP into a sharded optimizer state if it is 0,
     which Megatron leaves out."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    parts = optimizer_parts(optimizer)
     for index, part in enumerate(parts):
-        own = (
-            content
-            if len(parts) == 1
-            else content.get(index)
-            if isinstance(content, dict)
-            else None
-        )
-        zero = _step_zero(getattr(part, "optimizer", None))
-        for place in (
-            [own, *own.values()] if zero is not None and isinstance(own, dict) else ()
-        ):
-            state = place.get("state") if isinstance(place, dict) else None
-            if isinstance(state, dict) and state and "common_step" not in state:
-                if not any(
-                    "step" in each for each in state.values() if isinstance(each, dict)
-                ):
-                    state["common_step"] = zero
+        zero = _step_zero(part.optimizer)
+        if zero is None or not isinstance(content, dict):
+            continue
+        part_state = content if len(parts) == 1 else content.get(index)
+        for place in _nested(part_state):
+            state = place.get("state")
+            counts = any("step" in each for each in _nested(state))
+            if isinstance(state, dict) and state and not counts:
+                state.setdefault("common_step", zero)
 
 
 def _step_zero(inner: Any) -> torch.Tensor | int | None:
     """The step counter before the first step; None if the optimizer has none."""
     if isinstance(inner, torch.optim.Adam):
         return torch.zeros((), dtype=torch.float32, device="cpu")
-    return (
-        0
-        if is_emerging(inner) and any("step" in state for state in inner.state.values())
-        else None
-    )
-
-
-_MAIN = "fp32_from_fp16_params"  # the main parameters, a list of groups
+    if is_emerging(inner):
+        for state in inner.state.values():
+            if "step" in state:
+                return 0
+    return None
 
 
 def number_groups(content: Any) -> None:
@@ -112,25 +106,26 @@ def number_groups(content: Any) -> None:
     parameter of one group the next ones move up, and where it then looks for SwiGLU's
     weights there are none (mapping.py 550).
     """
-    for part in _parts(content):
-        if isinstance(part[_MAIN], list):
-            groups = enumerate(part[_MAIN])
-            part[_MAIN] = {
-                i: group or LocalNonpersistentObject(group) for i, group in groups
+    for part in _nested(content):
+        if isinstance(part.get(MAIN), list):
+            groups = enumerate(part[MAIN])
+            part[MAIN] = {
+                i: group or LocalNonpersistentObject([]) for i, group in groups
             }
 
 
 def list_groups(content: Any) -> None:
     """Undo `number_groups` in what was loaded."""
-    for part in _parts(content):
-        if isinstance(part[_MAIN], dict):
-            part[_MAIN] = [group for _, group in sorted(part[_MAIN].items())]
+    for part in _nested(content):
+        if isinstance(part.get(MAIN), dict):
+            part[MAIN] = [group for _, group in sorted(part[MAIN].items())]
 
 
-def _parts(content: Any) -> list[dict]:
-    """The parts of an optimizer's state that have main parameters."""
-    parts = [content, *content.values()] if isinstance(content, dict) else []
-    return [part for part in parts if isinstance(part, dict) and _MAIN in part]
+def _nested(content: Any) -> list[dict]:
+    """A state and the states in it: those of the parts of an optimizer, for example."""
+    if not isinstance(content, dict):
+        return []
+    return [content] + [each for each in content.values() if isinstance(each, dict)]
 
 
 def unshare_steps(optimizer: Any) -> None:
@@ -140,22 +135,21 @@ def unshare_steps(optimizer: Any) -> None:
     increment once per parameter. The Adam of Apex and Transformer Engine counts in the
     group, whose other entries a checkpoint of torch's Adam lacks.
     """
-    for inner in (
-        getattr(part, "optimizer", None)
-        for part in getattr(optimizer, "chained_optimizers", [optimizer])
-    ):
+    for part in optimizer_parts(optimizer):
+        inner = part.optimizer
         if inner is not None and "bias_correction" in inner.defaults:
-            counts = [
-                int(state.pop("step"))
-                for state in inner.state.values()
-                if "step" in state
-            ]
-            missing = inner.defaults | ({"step": counts[0]} if counts else {})
-            for group in inner.param_groups:
-                group |= {
-                    name: value for name, value in missing.items() if name not in group
-                }
-    for inner in _torch_optimizers(optimizer):
-        for state in inner.state.values():
-            if "step" in state:
-                state["step"] = state["step"].clone()
+            _count_in_groups(inner)
+        if type(inner) in TORCH:
+            for state in inner.state.values():
+                if "step" in state:
+                    state["step"] = state["step"].clone()
+
+
+def _count_in_groups(inner: torch.optim.Optimizer) -> None:
+    expected = dict(inner.defaults)
+    for state in inner.state.values():
+        if "step" in state:
+            expected.setdefault("step", int(state.pop("step")))
+    for group in inner.param_groups:
+        for name, value in expected.items():
+            group.setdefault(name, value)

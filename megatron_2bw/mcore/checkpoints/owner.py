@@ -33,33 +33,24 @@ def hold(folder: str | os.PathLike) -> None:
     file = Path(os.path.realpath(folder), OWNER)
     if "://" in str(folder) or file in _held:
         return
-    lock, here = (
-        FileLock(file, mode=0o666, thread_local=False, fallback_to_soft=False),
-        socket.gethostname(),
-    )
+    lock = FileLock(file, mode=0o666, thread_local=False, fallback_to_soft=False)
+    here = socket.gethostname()
     with file_errors(f"--save {folder}"):
         file.parent.mkdir(parents=True, exist_ok=True)
         run = file.read_text(errors="replace") if file.exists() else ""
+        elsewhere = run and f" on {here} " not in run
         try:
-            lock.acquire(timeout=LEASE if run and f" on {here} " not in run else 1)
+            lock.acquire(timeout=LEASE if elsewhere else 1)
         except Timeout:
             who = file.read_text(errors="replace") or "another run"
-            raise UserError(
-                f"--save {folder}: {who} saves there: give each run its own folder"
-            ) from None
+            line = f"{who} saves there: give each run its own folder"
+            raise UserError(f"--save {folder}: {line}") from None
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
-            print(
-                (
-                    f"> --save {folder}: no locks there ({error.strerror}): nothing "
-                    "keeps a second run out"
-                ),
-                flush=True,
-            )
+            line = f"no locks there ({error.strerror}): nothing keeps a second run out"
+            print(f"> --save {folder}: {line}", flush=True)
             return
-        file.write_text(
-            f"the run of process {os.getpid()} on {here} (since "
-            f"{time.strftime('%Y-%m-%d %H:%M:%S')})"
-        )
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        file.write_text(f"the run of process {os.getpid()} on {here} (since {since})")
     _held[file] = lock

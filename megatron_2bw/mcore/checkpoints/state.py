@@ -20,7 +20,8 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args
+from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_2bw.base.errors import UserError
@@ -49,7 +51,7 @@ from megatron_2bw.mcore.checkpoints.optimizer_state import (
     unshare_steps,
 )
 from megatron_2bw.mcore.checkpoints.unpickle import Refused, causes
-from megatron_2bw.mcore.correction import Correction, parse
+from megatron_2bw.mcore.correction import Correction
 from megatron_2bw.mcore.rebinding import arguments, around
 
 KEY = "two_bw"
@@ -71,9 +73,9 @@ class RunState:
                      command line
     """
 
-    shadow: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    shadow: dict[Tensor, Tensor] = field(default_factory=dict)
     loss_scale: float | None = None
-    working: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    working: dict[Tensor, Tensor] = field(default_factory=dict)
     correction: Correction | None = None
     sync_iterations: int | None = None
 
@@ -88,19 +90,16 @@ class Checkpoints:
 
     def __init__(self, runtime: Any = None):
         self._runtime = runtime
-        # under KEY in the checkpoint that is being loaded, without its tensors
-        self._saved: dict = {}
-        # its "shadow" and "working", by the parameter's name
-        self._tensors: dict[str, dict[str, torch.Tensor]] = {}
+        self._saved: dict = {}  # under KEY in the checkpoint that is being loaded
         self._checked = False  # whether a checkpoint of this run can be loaded
 
     @around
-    def collect(self, generate: Callable, *args: Any, **kwargs: Any) -> dict:
+    def collect(self, generate: Callable, *args, **kwargs) -> dict:
         """generate_state_dict: for saving, and as the plan of what to load."""
         values = arguments(generate, args, kwargs)
         complete_optimizer(values["optimizer"])
         state = generate(*args, **kwargs)
-        loading = bool((values["optim_sd_kwargs"] or {}).get("is_loading"))
+        loading = (values["optim_sd_kwargs"] or {}).get("is_loading")
         if not loading:
             name_step_zero(state.get("optimizer"), values["optimizer"])
         sharded = values["args"].ckpt_format == "torch_dist"
@@ -108,85 +107,78 @@ class Checkpoints:
             number_groups(state.get("optimizer"))
         if self._runtime is not None:
             (model,) = values["model"]
-            self._add_own(state, model, loading, sharded, values)
+            place = partial(_place, model, state["model"] if sharded else None)
+            if not loading:
+                state[KEY] = self._content(values, place)
+            elif plan := self._plan(model, place):
+                state[KEY] = plan
         if sharded and not loading and not self._checked:
             _check_loadable(state)
             self._checked = True
         return state
 
-    def _add_own(
-        self,
-        state: dict,
-        model: Any,
-        loading: bool,
-        sharded: bool,
-        values: dict[str, Any],
-    ) -> None:
-        """Add the entry KEY to the state. values: the arguments of
-        generate_state_dict"""
-        if loading:
-            for name in filter(self._wants, COPIES):
-                versioned = [
-                    *self._runtime.trainable,
-                    *(_biases(model).values() if name == "shadow" else ()),
-                ]
-                places = {tensor: torch.empty_like(tensor.data) for tensor in versioned}
-                state.setdefault(KEY, {})[name] = _named(
-                    name, model, state["model"], places, sharded
-                )
-            return
-        schedule, run = self._runtime.schedule, self._runtime.state()
-        copies = {"shadow": run.shadow, "working": run.working}
-        state[KEY] = {
-            "schedule": schedule.name,
+    def _plan(self, model: Any, place: Callable) -> dict[str, Any]:
+        """Places for the copies that are loaded."""
+        plan = {}
+        for name in filter(self._wants, COPIES):
+            versioned = list(self._runtime.trainable)
+            if name == "shadow":
+                versioned += _biases(model).values()
+            tensors = {tensor: torch.empty_like(tensor.data) for tensor in versioned}
+            plan[name] = place(name, tensors)
+        return plan
+
+    def _content(self, values: dict[str, Any], place: Callable) -> dict[str, Any]:
+        """What is saved under KEY. values: the arguments of generate_state_dict"""
+        run = self._runtime.state()
+        content = {
+            "schedule": self._runtime.schedule.name,
             "version": values["iteration"],
             "loss_scale": None if values["args"].no_save_optim else run.loss_scale,
-            "factor": str(run.correction) if run.correction else None,
+            "factor": None,
+            "gradient": None,
             "sync_iterations": run.sync_iterations,
-            **{f"has_{name}": bool(tensors) for name, tensors in copies.items()},
-            **{
-                name: _named(name, model, state["model"], each, sharded)
-                for name, each in copies.items()
-                if each
-            },
         }
+        if run.correction:
+            content |= asdict(run.correction)
+        for name in COPIES:
+            tensors = getattr(run, name)
+            content[f"has_{name}"] = bool(tensors)
+            if tensors:
+                content[name] = place(name, tensors)
+        return content
 
     @around
-    def random_state(self, get_rng_state: Callable, *args: Any, **kwargs: Any) -> Any:
+    def random_state(self, get_rng_state: Callable, *args, **kwargs) -> Any:
         """get_rng_state: as it was before the microbatches in flight."""
-        with (
-            contextlib.nullcontext()
-            if self._runtime is None
-            else self._runtime.random_state_before_flight()
-        ):
+        if self._runtime is None:
+            return get_rng_state(*args, **kwargs)
+        with self._runtime.random_state_before_flight():
             return get_rng_state(*args, **kwargs)
 
     @around
-    def read(self, load: Callable, *args: Any, **kwargs: Any) -> tuple:
+    def read(self, load: Callable, *args, **kwargs) -> tuple:
         """_load_base_checkpoint: first the head, then all that `collect` has
         planned."""
         result = load(*args, **kwargs)
-        if (state := result[0]) is not None:
+        state = result[0]
+        if state is not None:
             list_groups(state.get("optimizer"))
-            # of a stage without adapters nothing is saved
-            state.setdefault("model", {})
-            self._saved = dict(state.pop(KEY, None) or {})
-            self._tensors = {name: self._saved.pop(name, None) or {} for name in COPIES}
+            state.setdefault("model", {})  # A stage without adapters saves nothing.
+            self._saved = state.pop(KEY, None) or {}
         return result
 
     @around
-    def save(self, save_checkpoint: Callable, *args: Any, **kwargs: Any) -> None:
+    def save(self, save_checkpoint: Callable, *args, **kwargs) -> None:
         """save_checkpoint: keep the previous checkpoint intact; report write errors in
         one line."""
-        values, folder = arguments(save_checkpoint, args, kwargs), get_args().save
+        values = arguments(save_checkpoint, args, kwargs)
+        folder = get_args().save
         # the torch format reads it before generate_state_dict
         complete_optimizer(values["optimizer"])
+        kept = "://" not in folder and not values["non_persistent_ckpt"]
         with _write_errors():
-            if (
-                dist.get_rank() == 0
-                and not values["non_persistent_ckpt"]
-                and "://" not in folder
-            ):
+            if kept and dist.get_rank() == 0:
                 set_aside_old(folder, values["iteration"])
             dist.barrier()  # before any rank writes
             save_checkpoint(*args, **kwargs)
@@ -218,129 +210,132 @@ class Checkpoints:
         load_checkpoint: Callable,
         ddp_model: list,
         optimizer: Any,
-        *args: Any,
-        **kwargs: Any,
+        *args,
+        **kwargs,
     ) -> tuple:
         """load_checkpoint: also give the runtime its state."""
-        flag, folder = source(get_args())
+        run = get_args()
+        flag, folder = source(run)
         if kwargs.get("load_arg") == "lora_base":
-            flag, folder = "--lora-base", get_args().lora_base
-        if same_folder(get_args().load, get_args().save) and dist.get_rank() == 0:
-            restore_old(get_args().save)
+            flag = "--lora-base"
+            folder = run.lora_base
+        if same_folder(run.load, run.save) and dist.get_rank() == 0:
+            restore_old(run.save)
         dist.barrier()
         try:
-            iteration, operations = load_checkpoint(
-                ddp_model, optimizer, *args, **kwargs
-            )
+            result = load_checkpoint(ddp_model, optimizer, *args, **kwargs)
         except Refused as error:
             raise UserError(f"{flag} {folder}: {error}") from error
         # the first is a BaseException
         except (CheckpointException, CheckpointingException) as error:
-            raise UserError(
-                f"{flag} {folder}: it does not fit this run: {causes(error)}"
-            ) from error
+            line = f"{flag} {folder}: it does not fit this run: {causes(error)}"
+            raise UserError(line) from error
         unshare_steps(optimizer)
-        if self._runtime is not None and iteration > 0:
-            self._resume(ddp_model, iteration)
-        self._tensors = {}
-        return iteration, operations
+        if self._runtime is not None and result[0] > 0:
+            self._resume(ddp_model[0])
+        self._saved = {}
+        return result
 
     def _wants(self, name: str) -> bool:
         """Whether the run resumes from the checkpoint's copy of this name. It needs an
         optimizer (no --skip-train)."""
-        wanted = (
-            self._runtime.schedule.late_step
-            and self._runtime.trainable
-            and not get_args().finetune
+        runtime = self._runtime
+        if name == "working" and runtime.options.correction is None:
+            return False
+        if get_args().finetune or not runtime.trainable:
+            return False
+        return runtime.schedule.late_step and bool(self._saved.get(f"has_{name}"))
+
+    def _resume(self, model: Any) -> None:
+        late = self._runtime.schedule.late_step
+        loads_scale = late and not get_args().no_load_optim
+        shadow = self._copy(model, "shadow")
+        state = RunState(
+            shadow=shadow,
+            loss_scale=self._saved.get("loss_scale") if loads_scale else None,
+            working=self._copy(model, "working"),
+            correction=correction_of_checkpoint(self._saved) if shadow else None,
+            sync_iterations=self._saved.get("sync_iterations") if late else None,
         )
-        if name == "working":
-            wanted = wanted and self._runtime.options.correction is not None
-        return bool(wanted and self._saved.get(f"has_{name}"))
+        self._runtime.resume(state)
 
-    def _resume(self, ddp_model: list, iteration: int) -> None:
-        (model,) = ddp_model
-        copies = {
-            name: {
-                tensor: tensors[known]
-                for known, tensor in _versioned(model).items()
-                if known in tensors
-            }
-            for name, tensors in self._tensors.items()
-            if tensors and self._wants(name)
-        }
-        scale = sync_iterations = None
-        if self._runtime.schedule.late_step:
-            sync_iterations = self._saved.get("sync_iterations")
-            if not get_args().no_load_optim:
-                scale = self._saved.get("loss_scale")
-        # a number in checkpoints of version 0.1
-        saved = self._saved.get("factor") if "shadow" in copies else None
-        correction = None if saved is None else parse(str(saved))
-        shadow = copies.get("shadow", {})
-        working = copies.get("working", {})
-        self._runtime.resume(
-            RunState(shadow, scale, working, correction, sync_iterations)
-        )
+    def _copy(self, model: Any, name: str) -> dict[Tensor, Tensor]:
+        """The checkpoint's copy of this name, by the present weights."""
+        saved = self._saved.get(name) or {}
+        if not self._wants(name):
+            return {}
+        versioned = _versioned(model).items()
+        return {tensor: saved[key] for key, tensor in versioned if key in saved}
 
 
-def _biases(model: Any) -> dict[str, torch.Tensor]:
+def correction_of_checkpoint(saved: dict[str, Any]) -> Correction | None:
+    """The correction of the working copies; None if they are the true weights.
+
+    Older checkpoints hold one text, such as "0.5 and gradient 2", or one number. Of a
+    factor that changed over the run ("1:0.5") the first counts.
+    """
+    factor = saved.get("factor")
+    gradient = saved.get("gradient", 0)
+    if isinstance(factor, str):
+        factor, _, gradient = factor.partition(" and gradient ")
+        factor = factor.partition(":")[0]
+    if factor is None:
+        return None
+    return Correction(float(factor), float(gradient or 0))
+
+
+def _biases(model: Any) -> dict[str, Tensor]:
     """The biases of experts, which have versions though they are no parameters, by
     name; with adapters they stay."""
     if get_args().lora_rank:
         return {}
-    return {
-        name: bias
-        for name, bias in unwrap_model(model).named_buffers()
-        if name.endswith("router.expert_bias")
-    }
+    buffers = unwrap_model(model).named_buffers()
+    suffix = "router.expert_bias"
+    return {name: bias for name, bias in buffers if name.endswith(suffix)}
 
 
-def _versioned(model: Any) -> dict[str, torch.Tensor]:
+def _versioned(model: Any) -> dict[str, Tensor]:
     return dict(unwrap_model(model).named_parameters()) | _biases(model)
 
 
-def _named(
-    copy_name: str,
-    model: Any,
-    content: dict,
-    tensors: dict[torch.Tensor, torch.Tensor],
-    sharded: bool,
+def _place(
+    model: Any, content: dict | None, name: str, tensors: dict[Tensor, Any]
 ) -> dict[str, Any]:
-    """`tensors`, the copy `copy_name`, by the names of their parameters.
+    """`tensors`, the copy of this name, by the names of their parameters.
 
-    sharded: cut and placed as the parameters in `content` are
+    content: the model's sharded state, as whose entries they are cut and placed; None:
+    they are not sharded
     """
-    named = {
-        name: (tensor, tensors[tensor])
-        for name, tensor in _versioned(model).items()
-        if tensor in tensors
-    }
-    if not sharded:
-        # A copy, since saving a view saves its whole storage.
-        return {name: tensor.clone() for name, (_, tensor) in named.items()}
-    entries = {
-        id(entry.data): entry
-        for entry in nested_values(content)
-        if hasattr(entry, "data")
-    }
-    result = {}
-    for name, (param, tensor) in named.items():
-        result[name] = entry = copy.copy(entries[id(param)])
-        entry.key, entry.data = f"{KEY}.{copy_name}.{entry.key}", tensor
-    return result
+    entries = {}
+    for entry in nested_values(content or {}):
+        if hasattr(entry, "data"):
+            entries[id(entry.data)] = entry
+    places = {}
+    for key, param in _versioned(model).items():
+        if param not in tensors:
+            continue
+        if content is None:
+            # A copy, since saving a view saves its whole storage.
+            places[key] = tensors[param].clone()
+        else:
+            entry = copy.copy(entries[id(param)])
+            entry.key = f"{KEY}.{name}.{entry.key}"
+            entry.data = tensors[param]
+            places[key] = entry
+    return places
 
 
 def _check_loadable(state: dict) -> None:
-    faults: list[str | None] = [None] * dist.get_world_size()
+    faults = [None] * dist.get_world_size()
     dist.all_gather_object(faults, obstacle(state))
     for rank, fault in enumerate(faults):
         if fault is not None:
             line = (
                 f"--save {get_args().save}: no run could load this checkpoint (rank "
-                f"{rank}: {fault})"
+                f"{rank}: {fault}): choose other parallel sizes, another --optimizer, "
+                "or --ckpt-format torch"
             )
-            remedy = "choose other parallel sizes, another --optimizer, or --ckpt-format torch"
-            raise UserError(f"{line}: {remedy}", dist.get_rank() != rank)
+            raise UserError(line, dist.get_rank() != rank)
 
 
 @contextlib.contextmanager
@@ -349,17 +344,16 @@ def _write_errors() -> Iterator[None]:
     try:
         yield
     except (OSError, CheckpointException, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
+        stream = isinstance(error, RuntimeError)
+        if stream and "PytorchStreamWriter" not in str(error):
             raise
         folder = get_args().save
         good = latest_iteration(folder)
-        rest = (
-            "there is no older one here"
-            if good is None
-            else f"the last good one is that of iteration {good}"
-        )
-        cause = causes(root(error) if isinstance(error, RuntimeError) else error)
+        rest = f"the last good one is that of iteration {good}"
+        if good is None:
+            rest = "there is no older one here"
+        cause = causes(root(error) if stream else error)
+        line = f"--save {folder}: the checkpoint could not be written: {cause}; {rest}"
         # the first rank has the causes
         elsewhere = isinstance(error, CheckpointException) and not error.failures
-        line = f"--save {folder}: the checkpoint could not be written: {cause}; {rest}"
         raise UserError(line, elsewhere) from error

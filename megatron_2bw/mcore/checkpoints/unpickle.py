@@ -16,10 +16,13 @@ from typing import Any, BinaryIO
 import torch
 from torch.distributed.checkpoint import CheckpointException  # noqa: F401  (whose causes these are)
 
-_MODULES = tuple(
-    f"torch.distributed.checkpoint.{name}"
-    for name in ("metadata", "planner", "filesystem")
-)
+_CHECKPOINT = "torch.distributed.checkpoint"
+_MODULES = [f"{_CHECKPOINT}.{name}" for name in ("metadata", "planner", "filesystem")]
+_NAMES = {
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "collections.OrderedDict",
+}
 
 
 class Refused(pickle.UnpicklingError):
@@ -30,12 +33,7 @@ class _Metadata(pickle.Unpickler):
     """Reads a file .metadata: the records that torch writes there, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        place = (module, name)
-        if place in (
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-            ("collections", "OrderedDict"),
-        ):
+        if f"{module}.{name}" in _NAMES:
             return super().find_class(module, name)
         # the latter from Python 3.13 on
         if module in ("pathlib", "pathlib._local") and name == "PosixPath":
@@ -43,15 +41,19 @@ class _Metadata(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if module in _MODULES:
-            found = super().find_class(module, name)
-            record = isinstance(found, type) and (
-                dataclasses.is_dataclass(found) or issubclass(found, enum.Enum)
-            )
-            if record and found.__module__ == module:
-                return found
+            entry = super().find_class(module, name)
+            if _is_record(entry) and entry.__module__ == module:
+                return entry
         raise Refused(
-            f".metadata names {module}.{name}, which is no record of torch's and could run code"
+            f".metadata names {module}.{name}, which is no record of torch's and could "
+            "run code"
         )
+
+
+def _is_record(entry: Any) -> bool:
+    if not isinstance(entry, type):
+        return False
+    return dataclasses.is_dataclass(entry) or issubclass(entry, enum.Enum)
 
 
 def read_metadata(file: BinaryIO) -> Any:
@@ -66,11 +68,11 @@ def check_bytes(name: str, content: io.BytesIO) -> None:
     try:
         torch.load(content, map_location="cpu")
     except pickle.UnpicklingError as error:
-        found = re.search(r"Unsupported \w+:? (?:GLOBAL )?(\S+)", str(error))
-        what = found[1] if found else "what weights_only refuses"
+        match = re.search(r"Unsupported \w+:? (?:GLOBAL )?(\S+)", str(error))
+        refused = match[1] if match else "what weights_only refuses"
         raise Refused(
-            f"{name} names {what}, which could run code: if you trust who wrote it, set "
-            "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"
+            f"{name} names {refused}, which could run code: if you trust who wrote it, "
+            "set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"
         ) from None
     content.seek(0)
 
@@ -79,8 +81,10 @@ def causes(error: BaseException) -> str:
     """The messages of all ranks, which torch collects, without its lists of all
     names."""
     failures = getattr(error, "failures", None) or {}
-    texts = {
-        str(cause[0] if isinstance(cause, tuple) else cause)
-        for cause in failures.values()
-    }
-    return re.sub(r": \[[^]]*\]", "", "; ".join(sorted(texts)) or str(error))
+    texts = set()
+    for cause in failures.values():
+        if isinstance(cause, tuple):
+            cause = cause[0]
+        texts.add(str(cause))
+    text = "; ".join(sorted(texts)) or str(error)
+    return re.sub(r": \[[^]]*\]", "", text)
