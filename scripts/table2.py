@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron_2bw.base.argv import split_flags
 from megatron_2bw.base.errors import Parser, UserError, names_of, run_program, words
 from megatron_2bw.base.files import write_json, write_whole
+from megatron_2bw.mcore.checkpoints.folder import TRACKER
 from megatron_2bw.run.start.torchrun import ROOT, torchrun
 from scripts.paper_data import PAPER
 
@@ -54,7 +55,7 @@ def run(command: list[str]) -> None:
 
 def exported(name: str, folder: Path, out: Path) -> Path:
     """The model as a folder of transformers. Raises UserError."""
-    latest = folder / "latest_checkpointed_iteration.txt"
+    latest = folder / TRACKER
     if not latest.is_file():
         return folder
     target = out / "models" / f"{name}-{latest.read_text().strip()}"

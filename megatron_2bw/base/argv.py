@@ -18,38 +18,37 @@ def flag_of(word: str) -> str:
 def groups(words: Iterable[str]) -> list[list[str]]:
     """Each flag with its values; the first group has no flag if values stand before all
     flags."""
-    found: list[list[str]] = []
+    flags: list[list[str]] = []
     for word in words:
-        if word.startswith("--") or word == "-h" or not found:
-            found.append([])
-        found[-1].append(word)
-    return found
+        if word.startswith("--") or word == "-h" or not flags:
+            flags.append([])
+        flags[-1].append(word)
+    return flags
 
 
 def split_by(
     words: Iterable[str], flags: Collection[str]
 ) -> tuple[list[str], list[str]]:
     """The words of these flags with their values, and all others."""
-    parts: tuple[list[str], list[str]] = [], []
+    chosen = []
+    others = []
     for group in groups(words):
-        parts[flag_of(group[0]) not in flags].extend(group)
-    return parts
+        part = chosen if flag_of(group[0]) in flags else others
+        part += group
+    return chosen, others
 
 
 def merged(defaults: Sequence[str], typed: Sequence[str]) -> list[str]:
     """The flags of both with their values; what is typed replaces a default."""
-    return [
-        *split_by(defaults, {flag_of(word) for word in typed if word.startswith("--")})[
-            1
-        ],
-        *typed,
-    ]
+    _, kept = split_by(defaults, {flag_of(group[0]) for group in groups(typed)})
+    return [*kept, *typed]
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words before and after the first --."""
-    at = list(argv).index("--") if "--" in argv else len(argv)
-    return list(argv[:at]), list(argv[at + 1 :])
+    words = list(argv)
+    place = words.index("--") if "--" in words else len(words)
+    return words[:place], words[place + 1 :]
 
 
 def expand_files(argv: Sequence[str]) -> list[str]:
@@ -58,9 +57,8 @@ def expand_files(argv: Sequence[str]) -> list[str]:
     expanded: list[str] = []
     for word in argv:
         with file_errors(word):
-            expanded += (
-                shlex.split(Path(word[1:]).read_text())
-                if word.startswith("@")
-                else [word]
-            )
+            if word.startswith("@"):
+                expanded += shlex.split(Path(word[1:]).read_text())
+            else:
+                expanded.append(word)
     return expanded

@@ -30,10 +30,12 @@ def report(prog: str, error: object, remedy: str = "") -> None:
     sys.stdout.flush()
     line = str(error)
     if isinstance(error, OSError) and error.strerror:
-        line = (
-            f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-        )
-    line = " ".join(line.split()) + (remedy and f"; {remedy}")
+        line = error.strerror
+        if error.filename:
+            line = f"{error.filename}: {line}"
+    line = " ".join(line.split())
+    if remedy:
+        line += f"; {remedy}"
     print(f"{prog}: error: {line}", file=sys.stderr, flush=True)
 
 
@@ -68,9 +70,8 @@ def file_errors(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{what}: {getattr(error, 'strerror', None) or ' '.join(str(error).split())}"
-        ) from None
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UserError(f"{what}: {reason}") from None
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
@@ -90,12 +91,14 @@ def names_of(
     """A comma-separated list of known names or numbers, each as `read` reads it, for
     argparse."""
 
-    def parse(text: str) -> tuple[str, ...]:
-        if unknown := [name for name in map(read, words(text)) if name not in known]:
-            raise argparse.ArgumentTypeError(
-                f"{unknown[0]} is not one of {', '.join(map(str, known))}"
-            )
-        return tuple(map(read, words(text)))
+    def parse(text: str) -> tuple:
+        names = tuple(map(read, words(text)))
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(
+                    f"{name} is not one of {', '.join(map(str, known))}"
+                )
+        return names
 
     return parse
 

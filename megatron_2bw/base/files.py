@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import json
 import math
 import os
@@ -27,9 +26,11 @@ def write_whole(
     UTF-8.
 
     sync: the content is on the disk before the file is replaced, so that it also
-    survives a power failure. before: called when the content is written, before the
-    file is replaced Raises OSError, which names `path`. Devices and pipes, such as
-    /dev/stdout, are written in place.
+    survives a power failure.
+    before: called when the content is written, before the file is replaced.
+
+    Raises OSError, which names `path`. Devices and pipes, such as /dev/stdout, are
+    written in place.
     """
     path = Path(path)
     in_place = path.exists() and (not path.is_file() or path.parent == Path("/dev"))
@@ -56,9 +57,8 @@ def write_json(
     path: str | os.PathLike, content: Any, indent: int | None = 1, sync: bool = False
 ) -> None:
     """`write_whole` of the content as JSON, with null for infinite numbers and NaN."""
-    write_whole(
-        path, json.dumps(finite(content), indent=indent, allow_nan=False) + "\n", sync
-    )
+    text = json.dumps(finite(content), indent=indent, allow_nan=False)
+    write_whole(path, text + "\n", sync)
 
 
 def write_csv(path: str | os.PathLike, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -90,9 +90,9 @@ def finite(content: Any) -> Any:
         return {key: finite(entry) for key, entry in content.items()}
     if isinstance(content, (list, tuple)):
         return [finite(entry) for entry in content]
-    return (
-        None if isinstance(content, float) and not math.isfinite(content) else content
-    )
+    if isinstance(content, float) and not math.isfinite(content):
+        return None
+    return content
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -113,9 +113,11 @@ def write_figure(path: str | os.PathLike, figure: Any, dpi: int = 150) -> None:
 def set_aside(path: Path) -> None:
     """Rename what is at `path`, if anything is, to the first free of NAME.1, NAME.2,
     ...; of a file, NAME.1.ENDING."""
-    stem, ending = (path.stem, path.suffix) if path.is_file() else (path.name, "")
-    names = (
-        path.with_name(f"{stem}.{number}{ending}") for number in itertools.count(1)
-    )
-    if path.exists():
-        path.rename(next(name for name in names if not name.exists()))
+    if not path.exists():
+        return
+    ending = path.suffix if path.is_file() else ""
+    stem = path.name.removesuffix(ending)
+    number = 1
+    while (target := path.with_name(f"{stem}.{number}{ending}")).exists():
+        number += 1
+    path.rename(target)

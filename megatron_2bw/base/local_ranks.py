@@ -64,32 +64,26 @@ def run_world(
     context.set_forkserver_preload(["pytest", preload])
     with tempfile.TemporaryDirectory(prefix="world_") as folder:
         port = free_port()
-        ranks = [
-            context.Process(
-                target=_rank_main,
-                args=(rank, size, port, folder, preload, function, args),
-                daemon=True,
-            )
-            for rank in range(size)
-        ]
-        for process in ranks:
+        ranks = []
+        for rank in range(size):
+            work = (rank, size, port, folder, preload, function, args)
+            process = context.Process(target=_rank_main, args=work, daemon=True)
+            ranks.append(process)
             process.start()
         try:
             _wait(ranks, time.monotonic() + timeout)
         except WorldError as error:
-            raise type(error)(
-                "\n".join(
-                    [str(error), *(_log_end(folder, rank) for rank in range(size))]
-                )
-            ) from None
+            logs = [_log_end(folder, rank) for rank in range(size)]
+            raise type(error)("\n".join([str(error), *logs])) from None
         finally:
             for process in ranks:
                 process.kill()
                 process.join()
-        return [
-            torch.load(Path(folder, f"result{rank}.pt"), "cpu", weights_only=False)
-            for rank in range(size)
-        ]
+        results = []
+        for rank in range(size):
+            file = Path(folder, f"result{rank}.pt")
+            results.append(torch.load(file, "cpu", weights_only=False))
+        return results
 
 
 def on_gpu(rank: int, size: int, gpus: int) -> dict[str, str]:

@@ -10,12 +10,14 @@ def portions[Item](
 ) -> Iterator[list[Item]]:
     """The items in order, in lists whose sizes add up to `limit` at most, or of one
     item."""
-    some, held = list[Item](), 0
+    portion: list[Item] = []
+    total = 0
     for item in items:
-        if some and held + size(item) > limit:
-            yield some
-            some, held = [], 0
-        some.append(item)
-        held += size(item)
-    if some:
-        yield some
+        if portion and total + size(item) > limit:
+            yield portion
+            portion = []
+            total = 0
+        portion.append(item)
+        total += size(item)
+    if portion:
+        yield portion

@@ -31,7 +31,11 @@ def exit_on_signals() -> None:
     nohup's SIGHUP stays ignored."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, frame: sys.exit(128 + number))
+            signal.signal(number, _exit)
+
+
+def _exit(number: int, frame: object) -> None:
+    sys.exit(128 + number)
 
 
 def stop_tree(process: subprocess.Popen, patience: float = 0.0) -> None:
@@ -44,10 +48,12 @@ def stop_tree(process: subprocess.Popen, patience: float = 0.0) -> None:
     """
     if process.poll() is not None:
         return
-    tree, groups = psutil.Process(process.pid).children(recursive=True), set()
-    for pid in (process.pid, *(member.pid for member in tree)):
+    root = psutil.Process(process.pid)
+    tree = root.children(recursive=True)
+    groups = set()
+    for member in (root, *tree):
         with contextlib.suppress(ProcessLookupError):
-            groups.add(os.getpgid(pid))
+            groups.add(os.getpgid(member.pid))
     if patience:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

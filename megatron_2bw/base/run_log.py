@@ -42,10 +42,9 @@ class Record(NamedTuple):
 
     @property
     def loss(self) -> float | None:
-        """Of training or of a validation, nats per token."""
-        return self._number(
-            "lm loss value" if "lm loss value" in self.fields else "lm loss"
-        )
+        """The loss of training or of a validation, nats per token."""
+        validation = "lm loss value"
+        return self._number(validation if validation in self.fields else "lm loss")
 
     @property
     def milliseconds(self) -> float | None:
@@ -62,10 +61,7 @@ class Record(NamedTuple):
     def stage_memory(self) -> list[float]:
         """GiB at most on each stage, in the lines of this project's schedules; else
         empty."""
-        return [
-            float(word)
-            for word in self.fields.get("peak memory by stage (GiB)", "").split()
-        ]
+        return [*map(float, self.fields.get("peak memory by stage (GiB)", "").split())]
 
     def _number(self, name: str) -> float | None:
         """None also where another process's output has broken the field."""
@@ -76,31 +72,31 @@ class Record(NamedTuple):
 
 def training(log: str | Iterable[str]) -> Iterator[Record]:
     """The lines of iterations, of a text or of its lines."""
-    for line in log.splitlines() if isinstance(log, str) else log:
-        if match := _TRAINING.search(line):
-            yield Record(
-                int(match[1]), int(match[2]), "", dict(_FIELD.findall(match[3]))
-            )
+    for iteration, planned, fields in _matches(_TRAINING, log):
+        yield Record(int(iteration), int(planned), "", dict(_FIELD.findall(fields)))
 
 
 def validations(log: str | Iterable[str]) -> Iterator[Record]:
     """The lines of validations, of a text or of its lines."""
+    for iteration, dataset, fields in _matches(_VALIDATION, log):
+        yield Record(int(iteration), 0, dataset or "", dict(_FIELD.findall(fields)))
+
+
+def _matches(pattern: re.Pattern, log: str | Iterable[str]) -> Iterator[tuple]:
     for line in log.splitlines() if isinstance(log, str) else log:
-        if match := _VALIDATION.search(line):
-            yield Record(
-                int(match[1]), 0, match[2] or "", dict(_FIELD.findall(match[3]))
-            )
+        if match := pattern.search(line):
+            yield match.groups()
 
 
 def cause(log: str) -> str:
     """The line that says why a run failed: the first error (the others are its
     consequences), a signal, the last."""
-    lines = [
-        re.sub(r"^\[rank\d+\]: *", "", line.strip())
-        for line in log.splitlines()
-        if line.strip()
-    ]
-    found = (
-        line for sign in (_ERROR.match, _KILLED.search) for line in lines if sign(line)
-    )
-    return next(found, lines[-1] if lines else "no output")
+    lines = []
+    for line in log.splitlines():
+        if line.strip():
+            lines.append(re.sub(r"^\[rank\d+\]: *", "", line.strip()))
+    for is_cause in (_ERROR.match, _KILLED.search):
+        for line in lines:
+            if is_cause(line):
+                return line
+    return lines[-1] if lines else "no output"

@@ -8,14 +8,16 @@ from datetime import timedelta
 from pathlib import Path
 
 from megatron_2bw.mcore.correction import Correction
+from megatron_2bw.schedules import Schedule
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The command line, resolved once (run/install.py).
+    """The command line, resolved once (run/flags/resolve.py).
 
+    schedule    of --pipeline-schedule, with its options
     transport   see `p2p.connect`
-    timeout     likewise
+    timeout     see `p2p.connect`
     timed       whether Megatron's timers synchronise with the GPU inside forwards and
                 backwards
     trace       the folder of --two-bw-trace
@@ -27,6 +29,7 @@ class RunOptions:
     host        whether the optimizer is in host memory
     """
 
+    schedule: Schedule | None = None
     transport: str = "auto"
     timeout: timedelta | None = None
     timed: bool = False

@@ -1,20 +1,17 @@
 """Installs the schedules into Megatron's training loop. For an entry script of your own
 it takes three more lines:
 
-from megatron_2bw.mcore import add_flags, check, install
+    from megatron_2bw.mcore import add_flags, check, install
 
-args = parse_and_validate_args(extra_args_provider=add_flags)   # 1: this project's
-flags
-check(args)                                                     # 2: one line and exit
-    status 2 for what cannot run
-install(args)                                                   # 3: before pretrain()
+    # 1: the flags of this project
+    args = parse_and_validate_args(extra_args_provider=add_flags)
+    check(args)    # 2: one line and exit status 2 for what cannot run
+    install(args)  # 3: before pretrain()
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -85,51 +82,15 @@ def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
     from `args`."""
     from megatron_2bw.engine.trace_file import forget
     from megatron_2bw.mcore.batch_sizes import planned, position
-    from megatron_2bw.mcore.options import RunOptions
     from megatron_2bw.mcore.runtime import MegatronRuntime
-    from megatron_2bw.run.flags import correction_flags, project_flags
-    from megatron_2bw.schedules import schedule_of
+    from megatron_2bw.run.flags.correction_notes import notes
+    from megatron_2bw.run.flags.resolve import resolve
 
-    if args.two_bw_trace is not None and args.rank == 0:
-        forget(args.two_bw_trace)
+    iterations, _ = planned(args)
+    options = resolve(args, iterations)
     if args.rank == 0:
-        for line in correction_flags.notes(args):
+        if options.trace is not None:
+            forget(options.trace)
+        for line in notes(args, options):
             print(line, flush=True)
-    schedule = schedule_of(
-        args.pipeline_schedule,
-        gradient_slots=args.two_bw_gradient_slots,
-        extra_warmup=args.two_bw_extra_warmup,
-        sync_iterations=project_flags.sync_iterations(args, planned(args)[0]),
-        late_microbatches=correction_flags.late_microbatches(args),
-        gpipe_round=args.gpipe_round,
-    )
-    asks = schedule.late_step and (
-        args.exit_signal_handler or args.exit_duration_in_mins
-    )
-    return MegatronRuntime(
-        schedule,
-        partial(position, args),
-        RunOptions(
-            transport=args.two_bw_exchange,
-            timeout=timedelta(minutes=args.distributed_timeout_minutes),
-            timed=args.timing_log_level >= 2,
-            trace=args.two_bw_trace,
-            wants_exit=partial(_wants_exit, args) if asks else None,
-            correction=partial(correction_flags.correction, args)
-            if args.two_bw_correction != "none"
-            else None,
-            evaluates=args.eval_iters != 0,
-            host=args.two_bw_optimizer == "host",
-        ),
-    )
-
-
-def _wants_exit(args: argparse.Namespace) -> bool:
-    """Whether --exit-signal-handler or --exit-duration-in-mins ends the run, as far as
-    this rank knows."""
-    from megatron.training import get_signal_handler, training
-
-    if args.exit_signal_handler and get_signal_handler()._signal_received:
-        return True
-    minutes = (time.time() - training._TRAIN_START_TIME) / 60
-    return bool(args.exit_duration_in_mins) and minutes > args.exit_duration_in_mins
+    return MegatronRuntime(options.schedule, partial(position, args), options)

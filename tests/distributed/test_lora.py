@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_2bw.base.local_ranks import WorldError
+from megatron_2bw.mcore.checkpoints.folder import TRACKER, checkpoint_name
 from tests.distributed.compare import assert_same, run_pipeline, run_reference
 from tests.distributed.test_checkpoint import DROPOUT, RECOMPUTE, SAVED, assert_goes_on
 from tests.distributed.test_experts import EXPERTS
@@ -34,34 +35,25 @@ def lora(stages, microbatches, *flags, width=1, **changes) -> list[str]:
     return command(stages, microbatches, "2bw", *more, width=width, **changes)
 
 
+CASES = {
+    "two": (2, LLAMA, {}),
+    "one": (1, "", {}),
+    "four": (4, f"--bf16 {RECOMPUTE} --clip-grad 0", {}),
+    "host": (2, f"--bf16 {HOST} --lora-targets linear_fc1 linear_fc2", {}),
+    "corrected": (2, "--two-bw-correction extrapolate", dict(factor=1)),
+    "experts": (2, EXPERTS, {}),
+    "frozen last stage": (2, f"{FROZEN} [0,0,1,1]", {}),
+    "frozen first stage": (2, f"{FROZEN} [1,1,0,0]", {}),
+}
+
+
 @pytest.mark.proof("two")
-@pytest.mark.parametrize(
-    "stages, flags, rule",
-    [
-        (2, LLAMA, {}),
-        (1, "", {}),
-        (4, f"--bf16 {RECOMPUTE} --clip-grad 0", {}),
-        (2, f"--bf16 {HOST} --lora-targets linear_fc1 linear_fc2", {}),
-        (2, "--two-bw-correction extrapolate", dict(factor=1)),
-        (2, EXPERTS, {}),
-        (2, f"{FROZEN} [0,0,1,1]", {}),
-        (2, f"{FROZEN} [1,1,0,0]", {}),
-    ],
-    ids=[
-        "two",
-        "one",
-        "four",
-        "host",
-        "corrected",
-        "experts",
-        "frozen last stage",
-        "frozen first stage",
-    ],
-)
-def test_the_reference(stages, flags, rule):
-    argv = lambda stages: lora(stages, 4, *flags.split())
-    runs = run_pipeline(argv(stages), stages)
-    assert_same(runs, run_reference(runs, argv(1), 4, **rule), exact=True)
+@pytest.mark.parametrize("name", CASES)
+def test_the_reference(name):
+    stages, flags, rule = CASES[name]
+    runs = run_pipeline(lora(stages, 4, *flags.split()), stages)
+    expected = run_reference(runs, lora(1, 4, *flags.split()), 4, **rule)
+    assert_same(runs, expected, exact=True)
 
 
 # Stages, microbatches, width, tensor ranks and flags; of those with tensor ranks and
@@ -74,23 +66,24 @@ SPLITS = {
 }
 
 
+def assert_close(found, expected) -> None:
+    losses = torch.stack(found)
+    torch.testing.assert_close(losses, torch.stack(expected), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("name", SPLITS)
 def test_splits_change_nothing(name):
     stages, microbatches, width, tensor, flags = SPLITS[name]
-    script, model = (
-        [BERT] * (name == "BERT"),
-        LLAMA.removeprefix("--swiglu").split() if name != "BERT" else (),
-    )
-    split = [
-        *lora(stages, microbatches, *model, *flags.split(), width=width),
-        f"--tensor-model-parallel-size={tensor}",
-    ]
+    script: list[str] = []
+    model = LLAMA.removeprefix("--swiglu").split()
+    if name == "BERT":
+        script = [BERT]
+        model = []
+    sizes = dict(width=width, tensor_model_parallel_size=tensor)
+    split = lora(stages, microbatches, *model, *flags.split(), **sizes)
     found = run_pipeline(script + split, stages * width * tensor)[-1].losses
-    expected = run_pipeline(script + lora(1, 4, *model), 1)[-1].losses
-    assert len({float(loss) for loss in found}) == len(found), "the losses stand still"
-    torch.testing.assert_close(
-        torch.stack(found), torch.stack(expected), rtol=1e-5, atol=0
-    )
+    assert len({*map(float, found)}) == len(found), "the losses stand still"
+    assert_close(found, run_pipeline(script + lora(1, 4, *model), 1)[-1].losses)
 
 
 def saved(folder, model: str) -> str:
@@ -106,92 +99,44 @@ def base(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize("form", ["torch_dist", "torch"])
 def test_a_resumed_run_is_the_uninterrupted_one(form, base, tmp_path):
-    flags = (
-        *LLAMA.split(),
-        "--bf16",
-        SHARDED,
-        "--ckpt-format",
-        form,
-        "--lora-base",
-        base,
-    )
-    argv = lora(2, 2, *flags, width=2, **DROPOUT)
-    whole = run_pipeline(
-        [*argv, "--save", str(tmp_path), "--save-interval", str(SAVED)], 4
-    )
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+    flags = f"{LLAMA} --bf16 {SHARDED} --ckpt-format {form} --lora-base {base}"
+    argv = lora(2, 2, *flags.split(), width=2, **DROPOUT)
+    saves = f"--save {tmp_path} --save-interval {SAVED}"
+    whole = run_pipeline([*argv, *saves.split()], 4)
+    (tmp_path / TRACKER).write_text(str(SAVED))
     assert_goes_on(whole, run_pipeline([*argv, "--load", str(tmp_path)], 4))
-    adapters = [name for name in whole[0].weights if "_adapter." in name]
+    folder = tmp_path / checkpoint_name(SAVED)
     if form == "torch":
-        held = torch.load(
-            tmp_path / f"iter_{SAVED:07d}/mp_rank_00_000/model_optim_rng.pt",
-            weights_only=False,
-        )["model"]
-        assert len(held) == len(adapters) == 4 * 2 * 2
+        file = folder / "mp_rank_00_000/model_optim_rng.pt"
+        names = [*torch.load(file, weights_only=False)["model"]]
+        assert len(names) == 4 * 2 * 2
     else:
-        held = (
-            FileSystemReader(tmp_path / f"iter_{SAVED:07d}")
-            .read_metadata()
-            .state_dict_metadata
-        )
-        held = [
-            name
-            for name in held
-            if not re.match("two_bw|optimizer|rng|rerun|common", name)
-        ]
-        assert held and all("_adapter." in name for name in held)
+        others = re.compile("two_bw|optimizer|rng|rerun|common")
+        metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+        names = [name for name in metadata if not others.match(name)]
+    assert names and all("_adapter." in name for name in names)
 
 
 def test_a_run_with_a_frozen_stage_resumes_or_is_refused(tmp_path):
     model = f"{FROZEN} [0,0,1,1]"
-    keep = (
-        *model.split(),
-        "--lora-base",
-        saved(tmp_path / "base", model.replace("--lora-targets linear_fc1", "")),
-    )
-    argv = [
-        *lora(2, 4, *keep),
-        "--save",
-        str(tmp_path / "run"),
-        "--save-interval",
-        str(SAVED),
-    ]
+    base = saved(tmp_path / "base", model.replace("--lora-targets linear_fc1", ""))
+    plain = lora(2, 4, *model.split(), lora_base=base)
+    argv = [*plain, *f"--save {tmp_path / 'run'} --save-interval {SAVED}".split()]
     whole = run_pipeline(argv, 2)
-    assert_goes_on(
-        whole,
-        run_pipeline(
-            [*argv, "--load", str(tmp_path / "run"), "--ckpt-step", str(SAVED)], 2
-        ),
-    )
-    assert run_pipeline([*lora(2, 4, *keep), SHARDED], 2)[-1].losses == whole[-1].losses
-    with pytest.raises(
-        WorldError,
-        match="--lora-targets: Megatron cannot save a stage without adapters",
-    ):
+    load = f"--load {tmp_path / 'run'} --ckpt-step {SAVED}"
+    assert_goes_on(whole, run_pipeline([*argv, *load.split()], 2))
+    assert run_pipeline([*plain, SHARDED], 2)[-1].losses == whole[-1].losses
+    with pytest.raises(WorldError, match="--lora-targets: .* a stage without adapters"):
         run_pipeline([*argv, SHARDED], 2)
 
 
 def test_other_sizes(base, tmp_path):
     """The base and the adapters are cut anew, also SwiGLU's two halves."""
-    keep = (
-        *LLAMA.split(),
-        "--lora-base",
-        base,
-        "--save",
-        str(tmp_path),
-        "--save-interval",
-        str(SAVED),
-    )
-    whole = run_pipeline([*lora(2, 4, *keep), "--tensor-model-parallel-size", "2"], 4)[
-        -1
-    ].losses
-    one = run_pipeline(
-        [*lora(1, 4, *keep), "--load", str(tmp_path), "--ckpt-step", str(SAVED)], 1
-    )[-1]
-    torch.testing.assert_close(
-        torch.stack(one.losses), torch.stack(whole[SAVED:]), rtol=1e-5, atol=0
-    )
-    again = run_pipeline(lora(1, 4, *LLAMA.split(), "--lora-base", base), 1)[-1].losses
-    torch.testing.assert_close(
-        torch.stack(again), torch.stack(whole), rtol=1e-5, atol=0
-    )
+    keep = dict(lora_base=base, save=tmp_path, save_interval=SAVED)
+    split = lora(2, 4, *LLAMA.split(), tensor_model_parallel_size=2, **keep)
+    whole = run_pipeline(split, 4)[-1].losses
+    load = dict(load=tmp_path, ckpt_step=SAVED)
+    one = run_pipeline(lora(1, 4, *LLAMA.split(), **keep, **load), 1)[-1]
+    assert_close(one.losses, whole[SAVED:])
+    again = run_pipeline(lora(1, 4, *LLAMA.split(), lora_base=base), 1)[-1]
+    assert_close(again.losses, whole)

@@ -20,14 +20,12 @@ def test_sequence_parallelism_has_the_losses_of_tensor_parallelism():
     """The late step sums the norms' gradients over the tensor ranks in a group of its
     own."""
     argv = command(2, 2, "2bw", tensor_model_parallel_size=2)
-    split = run_pipeline(
-        [*argv, "--sequence-parallel", "--attention-backend", "flash"], 4
-    )
-    whole = run_pipeline([*argv, "--distributed-backend", "nccl"], 4)
-    torch.testing.assert_close(split[-1].losses, whole[-1].losses, rtol=0, atol=1e-6)
-    torch.testing.assert_close(
-        split[-1].grad_norms, whole[-1].grad_norms, rtol=1e-6, atol=0
-    )
+    flags = "--sequence-parallel --attention-backend flash".split()
+    split = run_pipeline([*argv, *flags], 4)[-1]
+    whole = run_pipeline([*argv, "--distributed-backend", "nccl"], 4)[-1]
+    assert_close = torch.testing.assert_close
+    assert_close(split.losses, whole.losses, rtol=0, atol=1e-6)
+    assert_close(split.grad_norms, whole.grad_norms, rtol=1e-6, atol=0)
 
 
 @pytest.mark.proof
@@ -37,10 +35,8 @@ def test_a_clusters_flags_are_replaced_in_one_line():
         "--context-parallel-size 2"
     ).split()
     argv = command(1, 4, "megatron", *typed, micro_batch_size=4)
-    args, parser = (
-        command_lines.parse(argv, 2),
-        command_lines.parser_of("megatron", "gpt"),
-    )
+    args = command_lines.parse(argv, 2)
+    parser = command_lines.parser_of("megatron", "gpt")
     line = rehearsal.rehearse(args, parser, argv)
     for words in (
         "--distributed-backend gloo",
@@ -59,9 +55,8 @@ def test_norms_with_weights_around_0(kind):
         layernorm_zero_centered_gamma=True, sequence_parallel=True
     )
     norm = torch_norm.torch_norm(lambda cls, config, size: kind(size))(kind, config, 8)
-    plain, x = kind(8), torch.randn(4, 8)
-    torch.testing.assert_close(norm(x), plain(x))
-    assert (
-        all(param.sequence_parallel for param in norm.parameters())
-        and not norm.weight.any()
-    )
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(norm(x), kind(8)(x))
+    assert not norm.weight.any()
+    for param in norm.parameters():
+        assert param.sequence_parallel

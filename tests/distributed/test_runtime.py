@@ -181,7 +181,7 @@ def test_timers_may_wait_for_the_whole_device(schedule, microbatches, extra):
     """--timing-log-level 2 on NCCL: no receive may be posted whose message this stage
     has yet to cause.
 
-    So with two more forwards ahead the stages would wait for each other: project_flags.py
+    So with two more forwards ahead the stages would wait for each other: combinations.py
     refuses that.
     """
     plain = command(2, microbatches, schedule, UNTIED, train_iters=4)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 
 import pytest
 
@@ -16,8 +15,10 @@ from megatron_2bw.mcore.checkpoints.folder import (
     latest_iteration,
     problem,
 )
+from megatron_2bw.run.start import torchrun
 from tests.distributed.training import command
-from tests.e2e.launcher import ROOT, end, forked, program, torchrun
+from tests.e2e import launcher
+from tests.e2e.launcher import ROOT, end, forked, program
 
 # seconds after which a run counts as hung; it would hang for
 # --distributed-timeout-minutes
@@ -26,27 +27,21 @@ HUNG = 120.0
 
 def first_words(stderr: str) -> str:
     """The first line that speaks of an end, without what Megatron's loggers say."""
-    lines = [
-        line
-        for line in stderr.splitlines()
-        if re.search(r"ends|failed|rror|Traceback|Sending process", line)
-    ]
-    quiet = ("INFO:", "WARNING:", "ERROR:", "Sending process", "site-packages/megatron")
-    lines = [line for line in lines if not any(word in line for word in quiet)]
-    return lines[0] if lines else stderr
+    for line in stderr.splitlines():
+        loggers = re.search(
+            "INFO:|WARNING:|ERROR:|Sending|site-packages/megatron", line
+        )
+        if re.search(r"ends|failed|rror|Traceback", line) and not loggers:
+            return line
+    return stderr
 
 
 def test_a_fault_of_one_rank_ends_all_and_comes_first_in_the_log():
-    run = torchrun(
-        2,
-        "tests/e2e/faulty.py",
-        command(2, 3, "2bw", train_iters=100_000),
-        timeout=HUNG,
-    )
+    flags = command(2, 3, "2bw", train_iters=100_000)
+    run = launcher.torchrun(2, "tests/e2e/faulty.py", flags, timeout=HUNG)
     assert run.returncode != 0
-    assert "rank 1 ends with an exception" in first_words(run.stderr), run.stderr[
-        -3000:
-    ]
+    first = first_words(run.stderr)
+    assert "rank 1 ends with an exception" in first, run.stderr[-3000:]
     assert "ValueError: a fault of this stage alone" in run.stderr
 
 
@@ -66,55 +61,27 @@ def test_a_loss_of_nan_ends_the_run_as_in_megatron(mode):
     told = str(failed.value)
     assert "rank 1 ends with an exception" in told and "rank 0 ends" not in told
     # The first update, of 1e30, reaches the weights of batch 3.
-    assert (
-        "iteration 3: Unexpected result nan (message='found NaN in local forward loss calculation')"
-        in told
-    )
+    assert "iteration 3: Unexpected result nan (message='found NaN in" in told
 
 
 def test_a_full_disk_is_told_and_the_last_good_checkpoint_stays(tmp_path):
     """The system lets no file grow beyond a size that the first checkpoint has not
     reached: writing fails as on a full disk, in the same call."""
 
-    def flags(*more: str) -> list[str]:
-        return command(
-            1,
-            2,
-            "2bw",
-            "--load",
-            tmp_path,
-            *more,
-            train_iters=8,
-            save=tmp_path,
-            save_interval=2,
-        )
-
-    forked(1, flags("--exit-interval", "2"))
-    assert latest_iteration(tmp_path) == 2
-    size = max(
-        file.stat().st_size for file in (tmp_path / checkpoint_name(2)).iterdir()
-    )
-    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 1 pretrain_gpt_2bw.py".split()
-    limited = [
-        "prlimit",
-        f"--fsize={size // 2}",
-        sys.executable,
-        *torchrun,
-        *map(str, flags()),
-    ]
-    run = end(
-        subprocess.Popen(
-            limited, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ),
-        HUNG,
-    )
+    folder = str(tmp_path)
+    saves = dict(train_iters=8, load=folder, save=folder, save_interval=2)
+    flags = command(1, 2, "2bw", **saves)
+    forked(1, [*flags, "--exit-interval", "2"])
+    assert latest_iteration(folder) == 2
+    files = (tmp_path / checkpoint_name(2)).iterdir()
+    size = max(file.stat().st_size for file in files)
+    command_line = torchrun.torchrun(1, script="pretrain_gpt_2bw.py")
+    limited = ["prlimit", f"--fsize={size // 2}", *command_line, *flags]
+    run = end(torchrun.start(limited, cwd=ROOT, stderr=subprocess.PIPE), HUNG)
     assert run.returncode != 0
-    assert re.search(
-        rf"error: --save {tmp_path}: the checkpoint could not be written: .*File "
-        r"too large.*; the last good one is "
-        "that of iteration 2",
-        first_words(run.stderr),
-    ), run.stderr[-3000:]
+    first = first_words(run.stderr)
+    for words in (f"error: --save {folder}: ", "File too large", "that of iteration 2"):
+        assert words in first, run.stderr[-3000:]
     assert latest_iteration(tmp_path) == 2 and problem(tmp_path) is None
 
 
@@ -126,9 +93,5 @@ def test_killed_ranks_are_started_again_and_nothing_is_lost(tmp_path):
     run = end(program("bench/faults.py", *words), 270)
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
     report = json.loads(path.read_text())
-    assert (
-        report["survived"],
-        report["checkpoints_lost"],
-        report["differences"],
-        report["stopped"],
-    ) == (1, 0, 0, "")
+    assert report["survived"] == 1 and report["stopped"] == ""
+    assert report["checkpoints_lost"] == report["differences"] == 0

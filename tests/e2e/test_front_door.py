@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -21,27 +22,24 @@ from tests.unit.test_wheel import build_wheel
 SIZES = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
     "--vocab-size 300"
-).split()
+)
 CLUSTER = (
     "--cluster p3.16xlarge --gpus-per-server 2 --pipeline-model-parallel-size 2 "
-    "--precision fp32"
-).split()
-TRAIN = (
-    "--device cpu --train-iters 10 --lr 1e-3 --eval-iters 2 --split 80,10,10 "
-    "--log-interval 5"
-).split()
+    "--precision fp32 --max-global-batch-size 8 --schedules 2bw"
+)
+TRAIN = "--train-iters 10 --lr 1e-3 --eval-iters 2 --split 80,10,10 --log-interval 5"
 TEXT = (
     "The pipeline has two stages. Each stage computes a part of the model. No stage "
     "waits for the flush.\n"
 )
+TEST_LOSS = re.compile(r"on test set \| lm loss value: (\S+)")
 
 
 def run(command: Path, *words: str, cwd: Path, status: int = 0) -> str:
     """Standard output and standard error of the command, which must end with the
     status."""
-    variables = {
-        name: value for name, value in os.environ.items() if name != "PYTHONPATH"
-    }
+    variables = dict(os.environ)
+    variables.pop("PYTHONPATH", None)
     ran = subprocess.run(
         [command, *words],
         cwd=cwd,
@@ -54,137 +52,75 @@ def run(command: Path, *words: str, cwd: Path, status: int = 0) -> str:
     return ran.stdout
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_from_an_empty_folder_to_a_sample(tmp_path):
-    environment, folder = tmp_path / "environment", tmp_path / "empty"
-    folder.mkdir()
-    subprocess.run(
-        [sys.executable, "-m", "venv", "--without-pip", environment], check=True
-    )
-    packages = next(environment.glob("lib/python*/site-packages"))
+@pytest.fixture
+def environment(tmp_path) -> Path:
+    path = tmp_path / "environment"
+    venv = [sys.executable, "-m", "venv", "--without-pip", path]
+    subprocess.run(venv, check=True)
+    packages = next(path.glob("lib/python*/site-packages"))
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     (packages / "sitecustomize.py").write_text(
         "import sys\n\nsys.modules['triton'] = None\n"
     )
-    python = environment / "bin" / "python"
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "-qI",
-        "--no-deps",
-        "--no-index",
-    ]
-    subprocess.run([*pip, build_wheel(tmp_path)], check=True)
-    here = run(
-        python, "-c", "import megatron_2bw; print(megatron_2bw.__file__)", cwd=folder
-    )
+    python = path / "bin" / "python"
+    words = f"-m pip --python {python} install -qI --no-deps --no-index".split()
+    subprocess.run([sys.executable, *words, build_wheel(tmp_path)], check=True)
+    return path
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_from_an_empty_folder_to_a_sample(environment, tmp_path):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    code = "import megatron_2bw; print(megatron_2bw.__file__)"
+    here = run(environment / "bin" / "python", "-c", code, cwd=folder)
     assert Path(here.strip()).is_relative_to(environment)
 
-    command = environment / "bin" / "megatron-2bw"
-    job = Path(run(command, "slurm", "script", "gpt", cwd=folder).strip())
-    assert (
-        job.is_relative_to(environment)
-        and job.with_name("job.sh").is_file()
-        and job.with_name("node.sh").is_file()
-    )
-    plan = [
-        *SIZES,
-        *CLUSTER,
-        "--max-global-batch-size",
-        "8",
-        "--schedules",
-        "2bw",
-        "--json",
-        "plan.json",
-    ]
-    run(command, "plan", *plan, cwd=folder)
+    def command(words: str, status: int = 0) -> str:
+        program = environment / "bin" / "megatron-2bw"
+        return run(program, *shlex.split(words), cwd=folder, status=status)
+
+    job = Path(command("slurm script gpt").strip())
+    assert job.is_relative_to(environment)
+    assert job.with_name("job.sh").is_file() and job.with_name("node.sh").is_file()
+    command(f"plan {SIZES} {CLUSTER} --json plan.json")
     (folder / "text.txt").write_text((TEXT * 20 + "\n") * 40)
-    bpe = "--train-tokenizer bpe --vocab-size 300 --text-documents blank-lines".split()
-    run(
-        command,
-        "preprocess",
-        "--task",
-        "gpt",
-        "--input",
-        "text.txt",
-        "--output-prefix",
-        "text",
-        *bpe,
-        cwd=folder,
+    command(
+        "preprocess --task gpt --input text.txt --output-prefix text --train-tokenizer "
+        "bpe --vocab-size 300 --text-documents blank-lines"
     )
-    tokenizer = [
-        "--tokenizer-type",
-        "HuggingFaceTokenizer",
-        "--tokenizer-model",
-        str(folder / "text-tokenizer"),
-    ]
-    data = ["--data-path", "text", *tokenizer]
-    # not on the CPU
-    check = run(
-        command, "train", "gpt", "plan.json", *TRAIN[2:], *data, "--dry-run", cwd=folder
+    data = (
+        "--data-path text --tokenizer-type HuggingFaceTokenizer --tokenizer-model "
+        f"{folder / 'text-tokenizer'}"
     )
-    assert (
-        "> --dry-run: the run would start; GPUs: 2, stages: 2, pipelines: 1" in check
-    ), check
-    words = [*TRAIN, *data, "--save", "none", "--rehearse"]
-    rehearsed = run(command, "train", "gpt", "plan.json", *words, cwd=folder)
-    assert (
-        "exiting program at iteration 2]" in rehearsed
-        and not (folder / "none").exists()
-    ), rehearsed
-    log = run(
-        command,
-        "train",
-        "gpt",
-        "plan.json",
-        *TRAIN,
-        *data,
-        "--save",
-        "model",
-        cwd=folder,
-    )
+    train = f"train gpt plan.json {TRAIN} {data}"
+    checked = command(f"{train} --dry-run")  # not on the CPU
+    line = "> --dry-run: the run would start; GPUs: 2, stages: 2, pipelines: 1"
+    assert line in checked, checked
+    rehearsed = command(f"{train} --device cpu --save none --rehearse")
+    assert "exiting program at iteration 2]" in rehearsed, rehearsed
+    assert not (folder / "none").exists()
+    log = command(f"{train} --device cpu --save model")
     losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", log)]
     assert losses[-1] < losses[0] and len(log.splitlines()) <= 60, log
-    (trained,) = re.findall(r"on test set \| lm loss value: (\S+)", log)
+    (trained,) = TEST_LOSS.findall(log)
 
-    sizes = re.search(r"global batch size: +(\d+)", log)
-    batch = [
-        "--global-batch-size",
-        sizes[1],
-        "--micro-batch-size",
-        "1",
-        "--train-iters",
-        "10",
-        "--eval-iters",
-        "2",
-    ]
-    same = ["--data-path", "text", "--split", "80,10,10", "--device", "cpu", *batch]
-    log = run(command, "evaluate", "gpt", "model", *same, cwd=folder)
-    (evaluated,) = re.findall(r"on test set \| lm loss value: (\S+)", log)
+    batch = re.search(r"global batch size: +(\d+)", log)[1]
+    log = command(
+        "evaluate gpt model --data-path text --split 80,10,10 --device cpu "
+        f"--global-batch-size {batch} --micro-batch-size 1 --train-iters 10 "
+        "--eval-iters 2"
+    )
+    (evaluated,) = TEST_LOSS.findall(log)
     assert len(log.splitlines()) <= 10, log
     # the log's digits, and other microbatches
     assert float(evaluated) == pytest.approx(float(trained), rel=1e-5)
-    few = [
-        "--prompt",
-        "The pipeline",
-        "--tokens",
-        "5",
-        "--temperature",
-        "0",
-        "--device",
-        "cpu",
-    ]
-    sample = run(command, "sample", "model", *few, cwd=folder)
-    assert sample.startswith("The pipeline") and len(sample) > len("The pipeline\n")
-    wrong = run(
-        command, "train", "gpt", "plan.json", "--hidden-size", "x", cwd=folder, status=2
+    sample = command(
+        "sample model --prompt 'The pipeline' --tokens 5 --temperature 0 --device cpu"
     )
-    assert (
-        wrong.splitlines()[-1]
-        == "megatron-2bw train: error: argument --hidden-size: invalid int value: 'x'"
+    assert sample.startswith("The pipeline") and len(sample) > len("The pipeline\n")
+    wrong = command("train gpt plan.json --hidden-size x", status=2)
+    assert wrong.splitlines()[-1] == (
+        "megatron-2bw train: error: argument --hidden-size: invalid int value: 'x'"
     )

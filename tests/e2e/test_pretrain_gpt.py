@@ -10,6 +10,8 @@ import psutil
 import pytest
 
 from megatron_2bw.base import run_log
+from megatron_2bw.base.argv import split_by
+from megatron_2bw.mcore.checkpoints.folder import latest_iteration
 from megatron_2bw.tools.data.corpus import build_corpus
 from tests.distributed.training import command
 from tests.e2e.launcher import end, forked, start
@@ -17,19 +19,14 @@ from tests.e2e.launcher import end, forked, start
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> list[str]:
-    corpus = build_corpus(
-        tmp_path_factory.mktemp("corpus"), vocab_size=512, max_bytes=200_000
-    )
-    return corpus.flags()
+    folder = tmp_path_factory.mktemp("corpus")
+    return build_corpus(folder, vocab_size=512, max_bytes=200_000).flags()
 
 
 def on(data: list[str], flags: list[str]) -> list[str]:
     """The mock data of `command` is replaced by `data`."""
-    flags = [flag for flag in flags if flag != "--mock-data"]
-    for name in ("--tokenizer-type", "--vocab-size"):
-        position = flags.index(name)
-        del flags[position : position + 2]
-    return flags + data
+    _, kept = split_by(flags, ("--mock-data", "--tokenizer-type", "--vocab-size"))
+    return kept + data
 
 
 def losses(output: str) -> list[float]:
@@ -37,13 +34,13 @@ def losses(output: str) -> list[float]:
 
 
 def validation(output: str) -> dict[str, str]:
-    names = (
-        (line, f"iteration {line.iteration}") for line in run_log.validations(output)
-    )
-    return {
-        name + (line.dataset and f" on {line.dataset}"): line.fields["lm loss value"]
-        for line, name in names
-    }
+    found = {}
+    for line in run_log.validations(output):
+        name = f"iteration {line.iteration}"
+        if line.dataset:
+            name += f" on {line.dataset}"
+        found[name] = line.fields["lm loss value"]
+    return found
 
 
 @pytest.mark.proof
@@ -60,9 +57,8 @@ def test_own_data_evaluation_and_a_checkpoint_that_megatron_loads(data, tmp_path
     trained = forked(2, on(data, command(2, 4, "2bw", **options, **saves)))
     assert len(losses(trained)) == 4  # iteration 1, then every second
     assert losses(trained)[-1] < losses(trained)[0]
-    assert all(
-        0 <= line.milliseconds < 1000 * 86400 for line in run_log.training(trained)
-    ), "of another clock"
+    for line in run_log.training(trained):
+        assert 0 <= line.milliseconds < 1000 * 86400, "of another clock"
     seen = validation(trained)
     assert set(seen) == {
         "iteration 3",
@@ -74,26 +70,24 @@ def test_own_data_evaluation_and_a_checkpoint_that_megatron_loads(data, tmp_path
     # The same data is asked for, so a run that starts from its first sample evaluates
     # the same ones: those of the evaluation in the middle, with microbatches in flight,
     # and those of the test set. To the last digit.
-    for step, found, expected in (
-        (3, "iteration 0 on validation set", "iteration 3"),
-        (6, "iteration 0 on test set", "iteration 6 on test set"),
-    ):
+    def evaluated(step: int) -> dict[str, str]:
         words = "--finetune --skip-train --no-load-optim --no-load-rng".split()
-        flags = command(
-            2, 4, "megatron", *words, load=tmp_path / "model", ckpt_step=step, **options
-        )
-        assert validation(forked(2, on(data, flags)))[found] == seen[expected]
+        load = dict(load=tmp_path / "model", ckpt_step=step)
+        flags = command(2, 4, "megatron", *words, **load, **options)
+        return validation(forked(2, on(data, flags)))
+
+    assert evaluated(3)["iteration 0 on validation set"] == seen["iteration 3"]
+    assert evaluated(6)["iteration 0 on test set"] == seen["iteration 6 on test set"]
 
 
 @pytest.mark.parametrize("split, shown", [("1,0,0", 0), ("3,1,0", 3)])
 def test_an_empty_share_is_not_evaluated(data, split, shown):
-    """Nor of the test set, which has no line: Megatron skips it by itself."""
+    """The test set, which Megatron skips by itself, has no line."""
     options = dict(train_iters=4, eval_interval=2, eval_iters=1, split=split)
     output = forked(2, on(data, command(2, 2, "2bw", **options)))
     assert len(losses(output)) == 4 and len(validation(output)) == shown
-    assert output.count(
-        f"> --split {split}: no data for validation, so it is skipped"
-    ) == (shown == 0)
+    line = f"> --split {split}: no data for validation, so it is skipped"
+    assert output.count(line) == (shown == 0)
 
 
 @pytest.mark.parametrize(
@@ -107,42 +101,34 @@ def test_a_signal_saves_and_ends_the_run_everywhere(number, tmp_path):
     as by default, which have inherited Megatron's handler, and with a process that
     writes the checkpoint: they must not outlive the run.
     """
-    asynchronous = (
-        "--async-save",
-        "--use-persistent-ckpt-worker",
-        "--async-strategy",
-        "mcore",
+    words = (
+        f"--exit-signal-handler --exit-signal {number.name} --async-save "
+        "--use-persistent-ckpt-worker --async-strategy mcore"
     )
     saves = dict(save=tmp_path / "model", save_interval=100_000)
     options = dict(train_iters=100_000, split="100,0,0", num_workers=2)
-    exits = ("--exit-signal-handler", "--exit-signal", number.name)
-    process = start(
-        2,
-        "pretrain_gpt_2bw.py",
-        command(2, 2, "2bw", *exits, *asynchronous, **options, **saves),
-    )
+    flags = command(2, 2, "2bw", *words.split(), **options, **saves)
+    process = start(2, "pretrain_gpt_2bw.py", flags)
     seen = ""
     try:
         for line in process.stdout:
             seen += line
             if re.search(r"iteration +5/", line):
                 break
-        ranks = [
-            child
-            for child in psutil.Process(process.pid).children()
-            if "pretrain_gpt_2bw.py" in child.cmdline()
-        ]
-        (first,) = [child for child in ranks if child.environ()["RANK"] == "0"]
-        (first if number == signal.SIGTERM else process).send_signal(number)
+        target = process
+        for child in psutil.Process(process.pid).children():
+            is_first = child.environ().get("RANK") == "0"
+            if is_first and number == signal.SIGTERM:
+                target = child
+        target.send_signal(number)
         # until all have ended; what was read ahead, too: communicate() would lose it
         seen += process.stdout.read()
     finally:
         run = end(process)
     output = seen + run.stdout
-    assert run.returncode == (0 if number == signal.SIGTERM else -number), (
-        output[-2000:] + run.stderr[-4000:]
-    )
+    expected = 0 if number == signal.SIGTERM else -number
+    assert run.returncode == expected, output[-2000:] + run.stderr[-4000:]
     assert "exiting program after receiving SIGTERM" in output
     logged = [line.iteration for line in run_log.training(output)]
-    saved = int((tmp_path / "model" / "latest_checkpointed_iteration.txt").read_text())
+    saved = latest_iteration(tmp_path / "model")
     assert logged == list(range(1, saved + 1)) and saved >= 6

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from megatron_2bw.base.local_ranks import WorldError
+from megatron_2bw.mcore.checkpoints.folder import TRACKER
 from tests.distributed.training import BERT, command
 from tests.e2e.launcher import ROOT, forked, torchrun
 
@@ -37,6 +38,7 @@ def check(status: int, output: str, script: str, words: str, ranks: int = 1) -> 
 
 
 def run(script: str, argv: list[str], words: str, **environment: str) -> None:
+    rank = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}
     ended = subprocess.run(
         [sys.executable, script, *argv],
         cwd=ROOT,
@@ -44,9 +46,7 @@ def run(script: str, argv: list[str], words: str, **environment: str) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         timeout=LIMIT,
-        env=os.environ
-        | {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}
-        | environment,
+        env=os.environ | rank | environment,
     )
     check(ended.returncode, ended.stdout, script, words)
     assert ended.returncode == 2
@@ -81,7 +81,8 @@ FORKED = ("Megatron's configuration", "the model")
 @pytest.mark.proof("an own size")
 @pytest.mark.parametrize("name", CASES)
 def test_the_last_line_names_the_flag(name):
-    """Also where the start and the end of Python make no difference: without them."""
+    """Cases in which the start and the end of Python make no difference run without
+    them."""
     if name not in FORKED:
         return run(*CASES[name])
     with pytest.raises(WorldError, match="ended with exit code 2\n") as failed:
@@ -95,47 +96,26 @@ def checkpoint(folder: Path, **arguments) -> Path:
     for rank in ("mp_rank_00", "mp_rank_00_000", "mp_rank_00_001"):
         path = folder / "iter_0000001" / rank / "model_optim_rng.pt"
         path.parent.mkdir(parents=True)
-        torch.save(
-            {
-                "args": argparse.Namespace(**arguments),
-                "iteration": 1,
-                "checkpoint_version": 3.0,
-            },
-            path,
-        )
-    (folder / "latest_checkpointed_iteration.txt").write_text("1")
+        args = argparse.Namespace(**arguments)
+        torch.save(dict(args=args, iteration=1, checkpoint_version=3.0), path)
+    (folder / TRACKER).write_text("1")
     return folder
 
 
 def test_a_checkpoint_whose_arguments_are_refused(tmp_path):
     load = checkpoint(tmp_path / "experts", num_layers=4, num_experts=8)
-    argv = command(
-        1,
-        2,
-        "pipedream",
-        "--use-checkpoint-args",
-        num_layers=None,
-        ckpt_format="torch",
-        load=load,
-    )
+    changes = dict(num_layers=None, ckpt_format="torch", load=load)
+    argv = command(1, 2, "pipedream", "--use-checkpoint-args", **changes)
     run(GPT, argv, "--num-experts 8 ", WORLD_SIZE="1")
 
 
 def test_two_ranks_under_torchrun(tmp_path):
     """Both ranks meet the fault while they set up, when they are already joined."""
-    argv = command(
-        2,
-        2,
-        "2bw",
-        ckpt_format="torch",
-        load=checkpoint(tmp_path / "model", num_layers=8),
-    )
-    words = "num_layers value from checkpoint (8) is not equal"
+    load = checkpoint(tmp_path / "model", num_layers=8)
+    argv = command(2, 2, "2bw", ckpt_format="torch", load=load)
     ended = torchrun(
         2, GPT, argv, PET_REDIRECTS="3", PET_LOG_DIR=str(tmp_path), timeout=2 * LIMIT
     )
-    logs = sorted(tmp_path.rglob("stderr.log"))
-    assert len(logs) == 2
-    check(
-        ended.returncode, "".join(log.read_text() for log in logs), GPT, words, ranks=2
-    )
+    first, second = (log.read_text() for log in tmp_path.rglob("stderr.log"))
+    words = "num_layers value from checkpoint (8) is not equal"
+    check(ended.returncode, first + second, GPT, words, ranks=2)

@@ -81,13 +81,11 @@ def dataset(
 ) -> Path:
     """A dataset of Megatron's, one document a sequence: what the checks look at,
     written from its description."""
-    starts = [width * sum(lengths[:i]) for i in range(len(lengths))]
-    header = struct.pack(
-        "<9sQBQQ", b"MMIDIDX\x00\x00", 1, code, len(lengths), len(lengths) + 1
-    )
-    tables = struct.pack(f"<{len(lengths)}i{len(lengths)}q", *lengths, *starts)
-    Path(f"{prefix}.idx").write_bytes(
-        header + tables + struct.pack(f"<{len(lengths) + 1}q", *range(len(lengths) + 1))
-    )
+    count = len(lengths)
+    starts = [width * sum(lengths[:number]) for number in range(count)]
+    index = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code, count, count + 1)
+    index += struct.pack(f"<{count}i{count}q", *lengths, *starts)
+    index += struct.pack(f"<{count + 1}q", *range(count + 1))
+    Path(f"{prefix}.idx").write_bytes(index)
     Path(f"{prefix}.bin").write_bytes(bytes(width * sum(lengths)))
     return prefix

@@ -6,8 +6,8 @@ tests/distributed/test_correction.py.
 
 from __future__ import annotations
 
+import argparse
 import json
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -16,16 +16,39 @@ import torch
 from megatron_2bw.base.portions import portions
 from megatron_2bw.mcore.correction import Correction
 from megatron_2bw.mcore.working_copy import resume_note
-from megatron_2bw.run.flags.correction_flags import (
-    GAPS,
-    beta1,
-    correction,
-    late_of,
-    notes,
-)
-from megatron_2bw.run.flags.project_flags import START, sync_iterations
+from megatron_2bw.run.flags.correction_notes import GAPS, notes
+from megatron_2bw.run.flags.project_flags import add_flags
+from megatron_2bw.run.flags.resolve import START, adam_beta1, late_of, resolve
 
 DOCS = Path(__file__).parents[2] / "docs"
+# Megatron's arguments that the flags of this project are resolved by
+MEGATRONS = dict(
+    pipeline_model_parallel_size=2,
+    tensor_model_parallel_size=1,
+    context_parallel_size=1,
+    world_size=2,
+    micro_batch_size=2,
+    global_batch_size=4,
+    step_batch_size_schedule=None,
+    seq_length=2048,
+    optimizer="adam",
+    adam_beta1=0.9,
+    muon_momentum=0.95,
+    lr=1e-3,
+    eval_iters=0,
+    timing_log_level=0,
+    distributed_timeout_minutes=10,
+    exit_signal_handler=False,
+    exit_duration_in_mins=None,
+)
+
+
+def arguments(
+    flags: str = "--two-bw-correction auto", **megatrons
+) -> argparse.Namespace:
+    words = f"--pipeline-schedule 2bw {flags}".split()
+    own = add_flags(argparse.ArgumentParser()).parse_args(words)
+    return argparse.Namespace(**vars(own) | MEGATRONS | megatrons)
 
 
 @pytest.mark.parametrize(
@@ -56,168 +79,119 @@ def test_the_log_of_a_resumed_run_whose_first_weights_differ(
     assert resume_note(correction_of_checkpoint(saved), now) == text
 
 
-SIZES = dict(
-    pipeline_model_parallel_size=2,
-    tensor_model_parallel_size=1,
-    context_parallel_size=1,
-    world_size=2,
-)
-SIZES |= dict(
-    micro_batch_size=2,
-    global_batch_size=4,
-    two_bw_extra_warmup=(),
-    two_bw_late_microbatches=None,
-)
-SIZES |= dict(step_batch_size_schedule=None)
-
-
 @pytest.mark.parametrize(
-    "given, expected",
+    "flags, schedule, expected",
     [
         (
-            {},
+            "",
+            None,
             [
-                (
-                    "At 8,192 tokens a batch a small GPT's gap to vanilla's loss was "
-                    f"{GAPS[8192][0]:+} %"
-                )
+                f"8,192 tokens a batch a small GPT's gap to vanilla's loss was {GAPS[8192][0]:+} %"
             ],
         ),
         (
-            dict(two_bw_correction="auto"),
+            "--two-bw-correction auto",
+            None,
             ["auto: all microbatches of a batch are late; weights 1.5 updates ahead"],
         ),
         (
-            dict(two_bw_correction="auto", step_batch_size_schedule="0:4 128:32"),
+            "--two-bw-correction auto",
+            "0:4 128:32",
             [
-                (
-                    "auto: all microbatches of a batch of 4 samples are late; "
-                    "weights 1.5 updates ahead"
-                ),
-                (
-                    "auto: the first 4 of 16 microbatches of a batch of 32 samples "
-                    "are late; weights 0.5 updates ahead"
-                ),
+                "all microbatches of a batch of 4 samples are late; weights 1.5 updates",
+                "the first 4 of 16 microbatches of a batch of 32 samples are late; weights 0.5",
             ],
         ),
-        (dict(two_bw_correction="extrapolate"), []),
-        (dict(two_bw_sync_iterations=3), []),
-        (dict(pipeline_schedule="pipedream-flush"), []),
+        ("--two-bw-correction extrapolate", None, []),
+        ("--two-bw-sync-iterations 3", None, []),
+        ("--pipeline-schedule pipedream-flush", None, []),
     ],
 )
-def test_a_run_has_a_line_for_each_size_of_its_batches(given, expected):
-    named = SIZES | dict(
-        pipeline_schedule="2bw", two_bw_correction="none", two_bw_sync_iterations=None
-    )
-    args = Namespace(**named | given, seq_length=2048, optimizer="adam", adam_beta1=0.9)
-    for line, words in zip(notes(args), expected, strict=True):
+def test_a_run_has_a_line_for_each_size_of_its_batches(flags, schedule, expected):
+    args = arguments(flags, step_batch_size_schedule=schedule)
+    lines = notes(args, resolve(args, 100))
+    for line, words in zip(lines, expected, strict=True):
         assert words in line
 
 
 def test_the_gaps_that_a_run_prints_are_those_of_the_record():
     for tokens, name in ((512, "512"), (2048, "2k"), (8192, "8k"), (32768, "32k")):
-        rows = json.loads((DOCS / f"convergence/batch{name}.json").read_text())[
-            "summary"
-        ]
-        found = {row["variant"]: round(row["gap_percent"]["mean"], 1) for row in rows}
-        assert GAPS[tokens] == tuple(
-            found.get(variant) for variant in ("2bw", "all", "half", "quarter")
-        )
+        record = json.loads((DOCS / f"convergence/batch{name}.json").read_text())
+        gaps = {}
+        for row in record["summary"]:
+            gaps[row["variant"]] = round(row["gap_percent"]["mean"], 1)
+        variants = ("2bw", "all", "half", "quarter")
+        assert GAPS[tokens] == tuple(map(gaps.get, variants))
 
 
-BY_HAND = dict(two_bw_correction="extrapolate")
+AUTO = "--two-bw-correction auto"
+BY_HAND = "--two-bw-correction extrapolate"
 
 
 @pytest.mark.parametrize(
-    "given, expected",
+    "flags, megatrons, expected",
     [
-        (dict(two_bw_correction="auto"), Correction(1.5, 2.0)),
-        (dict(two_bw_correction="auto", adam_beta1=0.5), Correction(0.5)),
-        (
-            dict(
-                two_bw_correction="auto", optimizer="muon", muon_scalar_optimizer="lion"
-            ),
-            Correction(1.5),
-        ),
+        (AUTO, {}, Correction(1.5, 2.0)),
+        (AUTO, dict(adam_beta1=0.5), Correction(0.5)),
+        (AUTO, dict(optimizer="muon", muon_scalar_optimizer="lion"), Correction(1.5)),
         # 4 of 16 microbatches are late
-        (dict(two_bw_correction="auto", global_batch_size=32), Correction(0.5, 0.5)),
+        (AUTO, dict(global_batch_size=32), Correction(0.5, 0.5)),
+        (AUTO, dict(global_batch_size=32, adam_beta1=0.4), Correction(0.1)),
+        (BY_HAND, {}, Correction(1.0)),
         (
-            dict(two_bw_correction="auto", global_batch_size=32, adam_beta1=0.4),
-            Correction(0.1),
-        ),
-        (BY_HAND, Correction(1.0)),
-        (
-            BY_HAND
-            | dict(two_bw_correction_factor=0.5, two_bw_correction_gradient=3.0),
+            f"{BY_HAND} --two-bw-correction-factor 0.5 --two-bw-correction-gradient 3",
+            {},
             Correction(0.5, 3.0),
         ),
     ],
 )
-def test_what_the_flags_stand_for(given, expected):
-    named = SIZES | dict(
-        two_bw_correction_factor=1.0,
-        two_bw_correction_gradient=0.0,
-        optimizer="adam",
-        adam_beta1=0.9,
-    )
-    named["muon_momentum"] = 0.95
-    args = Namespace(**named | given)
-    assert correction(args, args.global_batch_size // 2) == expected
+def test_what_the_flags_stand_for(flags, megatrons, expected):
+    args = arguments(flags, **megatrons)
+    options = resolve(args, 100)
+    assert options.correction(args.global_batch_size // 2) == expected
 
 
 @pytest.mark.parametrize(
-    "given, expected",
+    "flags, batch, expected",
     [
-        ({}, 2),  # all
-        (dict(global_batch_size=8), 2),  # one for each stage, half of a batch
-        (dict(global_batch_size=16), 2),  # a quarter
-        (dict(global_batch_size=64), 4),  # two for each stage
-        (dict(global_batch_size=64, two_bw_extra_warmup=(1,)), 6),
-        (dict(global_batch_size=64, two_bw_late_microbatches=7), 7),
+        ("", 4, 2),  # all
+        ("", 8, 2),  # one for each stage, half of a batch
+        ("", 16, 2),  # a quarter
+        ("", 64, 4),  # two for each stage
+        ("--two-bw-extra-warmup 1", 64, 6),
+        ("--two-bw-late-microbatches 7", 64, 7),
     ],
 )
-def test_how_many_microbatches_are_late(given, expected):
-    args = Namespace(**SIZES | dict(two_bw_correction="auto") | given)
-    assert late_of(args, args.global_batch_size // 2) == expected
+def test_how_many_microbatches_are_late(flags, batch, expected):
+    options = resolve(arguments(f"{AUTO} {flags}"), 100)
+    assert late_of(options.schedule, stages=2, microbatches=batch // 2) == expected
 
 
 def test_the_largest_batch_decides_on_the_decay():
-    named = SIZES | dict(two_bw_correction="auto")
-    assert beta1(Namespace(**named)) == 0.95
-    assert (
-        beta1(Namespace(**named | dict(step_batch_size_schedule="0:4 128:32"))) == 0.9
-    )
+    assert adam_beta1(arguments()) == 0.95
+    assert adam_beta1(arguments(step_batch_size_schedule="0:4 128:32")) == 0.9
 
 
 def test_denominators_exist_for_a_few_elements_at_a_time():
     tensors = [torch.zeros(size) for size in (3, 1, 2, 9, 1)]
     cut = portions(tensors, torch.Tensor.numel, 4)
-    assert [[tensor.numel() for tensor in some] for some in cut] == [
-        [3, 1],
-        [2],
-        [9],
-        [1],
-    ]
+    sizes = [[*map(torch.Tensor.numel, some)] for some in cut]
+    assert sizes == [[3, 1], [2], [9], [1]]
     assert list(portions([], torch.Tensor.numel, 4)) == []
 
 
 @pytest.mark.parametrize(
-    "given, expected",
+    "flags, lr, iterations, expected",
     [
-        (dict(two_bw_sync_iterations=7), 7),
-        (dict(two_bw_sync_iterations="20%"), 201),  # of 1009
-        ({}, 201),
-        (dict(train_iters=10**6), START),
-        (dict(two_bw_sync_iterations=0), 0),
-        (dict(two_bw_correction="extrapolate"), 0),
-        (dict(lr=1e-4), 0),
+        ("--two-bw-sync-iterations 7", 1e-3, 1009, 7),
+        ("--two-bw-sync-iterations 20%", 1e-3, 1009, 201),
+        (AUTO, 1e-3, 1009, 201),
+        (AUTO, 1e-3, 10**6, START),
+        (f"{AUTO} --two-bw-sync-iterations 0", 1e-3, 1009, 0),
+        (BY_HAND, 1e-3, 1009, 0),
+        (AUTO, 1e-4, 1009, 0),
     ],
 )
-def test_the_length_of_a_synchronous_start(given, expected):
-    named = (
-        SIZES
-        | dict(two_bw_sync_iterations=None, two_bw_correction="auto", lr=1e-3)
-        | given
-    )
-    iterations = named.pop("train_iters", 1009)
-    assert sync_iterations(Namespace(**named), iterations) == expected
+def test_the_length_of_a_synchronous_start(flags, lr, iterations, expected):
+    schedule = resolve(arguments(flags, lr=lr), iterations).schedule
+    assert schedule.sync_iterations == expected

@@ -45,11 +45,10 @@ def test_variables_with_which_a_run_over_nccl_would_hang(
         assert complaint(argv, world) is None
         monkeypatch.setenv(name, "1")
         message = complaint(argv, world)
-        assert (
-            message.startswith(f"{name}=1 does not work with ")
-            if hangs
-            else message is None
-        )
+        if hangs:
+            assert message.startswith(f"{name}=1 does not work with ")
+        else:
+            assert message is None
         monkeypatch.delenv(name)
 
 
@@ -67,48 +66,39 @@ def test_variables_with_which_a_run_over_nccl_would_hang(
 )
 def test_a_hardware_queue_for_each_stream(flags, expected, monkeypatch):
     """Set before anything asks CUDA."""
-    seen: list[str | None] = []
-    monkeypatch.setattr(
-        cpu,
-        "wanted",
-        lambda device: seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")),
-    )
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+    def wanted(device: str) -> None:
+        assert os.environ.get(name) == expected
+
+    monkeypatch.setattr(cpu, "wanted", wanted)
     parse_early(flags.split(), stop)
-    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected and set(seen) <= {
-        expected
-    }
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+    assert os.environ.get(name) == expected
+    os.environ[name] = expected = "8"
     parse_early(flags.split(), stop)
-    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    assert os.environ[name] == "8"
 
 
 @pytest.mark.parametrize(
-    "schedule, stages, flags, expected",
+    "schedule, stages, contexts, flags, expected",
     [
-        ("2bw", 2, {}, "4"),
-        ("2bw", 1, {}, None),
-        ("2bw", 2, {"two_bw_exchange": "gloo"}, None),
-        ("2bw", 2, {"distributed_backend": "gloo"}, None),
-        (
-            "2bw",
-            2,
-            {"context_parallel_size": 2, "transformer_impl": "transformer_engine"},
-            None,
-        ),
-        ("megatron", 2, {}, None),
+        ("2bw", 2, 1, {}, "4"),
+        ("2bw", 1, 1, {}, None),
+        ("2bw", 2, 1, {"two_bw_exchange": "gloo"}, None),
+        ("2bw", 2, 1, {"distributed_backend": "gloo"}, None),
+        ("2bw", 2, 2, {"transformer_impl": "transformer_engine"}, None),
+        ("megatron", 2, 1, {}, None),
     ],
 )
 def test_a_bound_on_the_channels_of_a_message(
-    schedule, stages, flags, expected, monkeypatch
+    schedule, stages, contexts, flags, expected, monkeypatch
 ):
+    name = "NCCL_MAX_P2P_NCHANNELS"
     monkeypatch.setattr(checks, "installed", lambda package: True)
-    argv = command(stages, 2, schedule, **{"distributed_backend": "nccl"} | flags)
-    world = 4 if "context_parallel_size" in flags else stages
-    assert (
-        complaint(argv, world) is None
-        and os.environ.get("NCCL_MAX_P2P_NCHANNELS") == expected
-    )
-    os.environ["NCCL_MAX_P2P_NCHANNELS"] = "16"
-    assert (
-        complaint(argv, world) is None and os.environ["NCCL_MAX_P2P_NCHANNELS"] == "16"
-    )
+    flags = dict(distributed_backend="nccl", context_parallel_size=contexts) | flags
+    argv = command(stages, 2, schedule, **flags)
+    assert complaint(argv, stages * contexts) is None
+    assert os.environ.get(name) == expected
+    os.environ[name] = "16"
+    assert complaint(argv, stages * contexts) is None
+    assert os.environ[name] == "16"

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
@@ -72,10 +73,10 @@ def test_a_cause_is_told_at_once_and_before_the_last_words_which_cannot_hide_it(
 ):
     """In one line, but for an exception, whose traceback comes before. An effect waits
     for the cause."""
-    waited, before = [], []
+    waited: list[float] = []
+    before: list[str] = []
     monkeypatch.setattr(exits.time, "sleep", waited.append)
-    for name in ("alarm", "signal"):
-        monkeypatch.setattr(exits.signal, name, lambda *given: None)
+    monkeypatch.setattr(exits, "signal", mock.Mock())
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setattr("megatron_2bw.run.start.screen._record", None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
@@ -11,10 +12,13 @@ from megatron_2bw.base.files import set_aside, write_json, write_whole
 
 @pytest.mark.parametrize("content", ["grüße\n", "grüße\n".encode()])
 def test_a_file_is_replaced(content, tmp_path):
-    path, seen = tmp_path / "a.txt", []
+    path = tmp_path / "a.txt"
     path.write_text("old")
-    write_whole(path, content, before=lambda: seen.append(path.read_text()))
-    assert seen == ["old"]
+
+    def before() -> None:
+        assert path.read_text() == "old"
+
+    write_whole(path, content, before=before)
     assert path.read_text() == "grüße\n"
     assert os.listdir(tmp_path) == ["a.txt"]
 
@@ -36,10 +40,9 @@ def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(
 
 
 def test_json_has_null_for_what_is_not_finite(tmp_path):
-    write_json(
-        tmp_path / "a.json", {"a": [1.5, float("nan"), (float("inf"), 1)]}, indent=None
-    )
-    assert (tmp_path / "a.json").read_text() == '{"a": [1.5, null, [null, 1]]}\n'
+    path = tmp_path / "a.json"
+    write_json(path, {"a": [1.5, math.nan, (math.inf, 1)]}, indent=None)
+    assert path.read_text() == '{"a": [1.5, null, [null, 1]]}\n'
 
 
 def test_what_is_set_aside_keeps_its_name_with_a_number(tmp_path):
@@ -48,7 +51,5 @@ def test_what_is_set_aside_keeps_its_name_with_a_number(tmp_path):
         (tmp_path / "runs" / text).touch()
         set_aside(tmp_path / "runs")
     set_aside(tmp_path / "runs")
-    found = sorted(
-        path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/*")
-    )
-    assert found == ["runs.1/first", "runs.2/second"]
+    for name in ("runs.1/first", "runs.2/second"):
+        assert (tmp_path / name).is_file()

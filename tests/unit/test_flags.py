@@ -13,15 +13,9 @@ from megatron_2bw.run.flags.unsupported import UNSUPPORTED, WITHOUT
 
 def test_the_page_is_complete():
     page = (Path(__file__).parents[2] / "docs" / "flags.md").read_text()
-    own = {
-        name
-        for action in add_flags(argparse.ArgumentParser(add_help=False))._actions
-        for name in action.option_strings
-    }
-    rules = (*UNSUPPORTED, *(rule for rule, _ in WITHOUT))
-    for name in (
-        own
-        | {rule.flag.split()[0] for rule in rules}
-        | {*environment.SET, *environment.REFUSED}
-    ):
+    own = add_flags(argparse.ArgumentParser(add_help=False))._option_string_actions
+    names = [*own, *environment.SET, *environment.REFUSED]
+    for rule in (*UNSUPPORTED, *dict(WITHOUT)):
+        names.append(rule.flag.split()[0])
+    for name in names:
         assert f"`{name}" in page, name

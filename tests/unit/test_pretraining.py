@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -21,21 +23,26 @@ def losses(monkeypatch):
         check_for_nan_in_loss_and_grad=True,
         rerun_mode="disabled",
         check_for_spiky_loss=False,
+        curr_iteration=6,
     )
-    args.curr_iteration, waited, made = 6, [], iter(range(100))
+    waited: list[int] = []
+    numbers = itertools.count()
 
     class Event:
         def record(self) -> None:
-            self.number = next(made)
+            self.number = next(numbers)
 
         def synchronize(self) -> None:
             waited.append(self.number)
 
-    monkeypatch.setattr(common, "get_args", lambda: args)
-    monkeypatch.setattr(common, "get_num_microbatches", lambda: 3)
-    monkeypatch.setattr(common, "get_rerun_state_machine", lambda: machine)
+    def answer(module, name: str, value: object) -> None:
+        monkeypatch.setattr(module, name, mock.Mock(return_value=value))
+
+    answer(common, "get_args", args)
+    answer(common, "get_num_microbatches", 3)
+    answer(common, "get_rerun_state_machine", machine)
+    answer(torch.cuda, "current_device", 0)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return SimpleNamespace(check=common.LossCheck().check, waited=waited)
 
 

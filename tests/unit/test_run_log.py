@@ -23,34 +23,15 @@ iterations:   3 | elapsed time per iteration (ms): 100.0 |Number of parameters i
 
 def test_training():
     first, second, last = run_log.training(LOG)
-    assert (
-        first.iteration,
-        first.planned,
-        first.loss,
-        first.milliseconds,
-        first.skipped,
-    ) == (1, 20, 8.4, 900.5, 0)
-    assert (
-        first.fields["lm loss"] == "8.400000E+00"
-        and first.fields["bubble"] == "12.5%/14.0%"
-    )
-    assert (first.fields["global batch size"], first.stage_memory) == (
-        "16",
-        [1.09, 0.5],
-    )
-    assert (second.iteration, second.loss, second.milliseconds, second.skipped) == (
-        10,
-        8.0,
-        100.0,
-        3,
-    )
+    assert first[:2] == (1, 20) and first.fields["bubble"] == "12.5%/14.0%"
+    assert (first.loss, first.milliseconds, first.skipped) == (8.4, 900.5, 0)
+    assert first.fields["global batch size"] == "16"
+    assert first.stage_memory == [1.09, 0.5]
+    assert second.iteration == 10
+    assert (second.loss, second.milliseconds, second.skipped) == (8.0, 100.0, 3)
     # cut off
-    assert (last.iteration, last.loss, last.milliseconds, last.stage_memory) == (
-        20,
-        None,
-        None,
-        [],
-    )
+    assert last.iteration == 20
+    assert (last.loss, last.milliseconds, last.stage_memory) == (None, None, [])
     assert list(run_log.training(LOG.splitlines())) == [first, second, last]
 
 
@@ -58,12 +39,7 @@ def test_a_field_that_other_output_has_broken_is_missing():
     (line,) = run_log.training(
         "iteration 3/ 9 | elapsed time per iteration (ms): 1[W] x | lm loss: 7.[rank1] |"
     )
-    assert (line.iteration, line.milliseconds, line.loss, line.skipped) == (
-        3,
-        None,
-        None,
-        0,
-    )
+    assert (line.iteration, line.milliseconds, line.loss) == (3, None, None)
 
 
 def test_validations():

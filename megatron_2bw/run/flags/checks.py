@@ -25,37 +25,61 @@ def transformer_engine(args: Args) -> str | None:
     NCCL."""
     from megatron_2bw.mcore import cpu  # it imports torch
 
-    if (
-        args.distributed_backend == "gloo"
-        and args.pipeline_model_parallel_size > 1
-        and not cpu.installed()
-    ):
+    if cpu.installed():
+        return None
+    if args.distributed_backend == "gloo" and args.pipeline_model_parallel_size > 1:
         return (
             "--distributed-backend gloo sends no GPU tensors between stages: use "
             "nccl, with --two-bw-exchange gloo"
         )
-    if (
-        args.context_parallel_size > 1
-        and args.transformer_impl == "local"
-        and not cpu.installed()
-    ):
-        need = (
+    if args.context_parallel_size > 1 and args.transformer_impl == "local":
+        return (
             f"--context-parallel-size {args.context_parallel_size} needs Transformer "
-            "Engine's attention"
+            "Engine's attention: install the package, and leave --transformer-impl "
+            "local out"
         )
-        return f"{need}: install the package, and leave --transformer-impl local out"
     asked = task(args) is not None and args.transformer_impl == "transformer_engine"
-    if not asked or cpu.installed() or installed("transformer_engine"):
+    if not asked or installed("transformer_engine"):
         return None
-    remedy = " ".join(PLAIN_TORCH)
     return (
         "--transformer-impl transformer_engine (the default) needs a package that is "
-        f"not installed: use {remedy}"
+        f"not installed: use {' '.join(PLAIN_TORCH)}"
     )
 
 
+# --- data
+# --------------------------------------------------------------------------------------
+
 _SPLITS = ("--train-data-path", "--valid-data-path", "--test-data-path")
+_PER_SPLIT = (*_SPLITS, "--per-split-data-args-path")
 _NUMBER = re.compile(r"[\d.eE+-]+")
+_SHARES = "969,30,1"  # of --split by default
+
+
+def data(args: Args) -> str | None:
+    """--data-path or --mock-data must be given, or Megatron would train on mock data;
+    with --sft-data the files hold conversations, whose tokens carry marks, and without
+    not. A share of --split above 0 must hold a document (a sequence of a GPT): Megatron
+    looks for ever for one of an empty share."""
+    # an entry script of the user's own may have datasets without flags
+    if task(args) is None:
+        return None
+    flags = [flag for flag in ("--data-path", "--data-args-path") if value(args, flag)]
+    per_split = [flag for flag in _PER_SPLIT if value(args, flag)]
+    flags += per_split[:1]
+    if not flags and not args.mock_data:
+        return "--data-path is missing (or --mock-data)"
+    if len(flags) > 1:
+        return f"{flags[1]} does not work with {flags[0]}: leave one out"
+    if per_split and args.split:
+        return f"--split does not work with {per_split[0]}: leave it out"
+    try:
+        for flag, words in _blends(args):
+            if fault := _blend_fault(args, flag, words):
+                return fault
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _blends(args: Args) -> Iterator[tuple[str, list[str]]]:
@@ -69,89 +93,70 @@ def _blends(args: Args) -> Iterator[tuple[str, list[str]]]:
         yield "--data-args-path", words
     if args.per_split_data_args_path:
         flag = "--per-split-data-args-path"
-        with file_errors(f"{flag} {args.per_split_data_args_path}"):
+        where = f"{flag} {args.per_split_data_args_path}"
+        with file_errors(where):
             blends = json.loads(Path(args.per_split_data_args_path).read_text())
         for split in ("train", "valid", "test"):
             if split not in blends:
-                raise UserError(
-                    f"{flag} {args.per_split_data_args_path}: it has no key {split}"
-                )
+                raise UserError(f"{where}: it has no key {split}")
             words = blends[split] or []
             yield flag, words.split() if isinstance(words, str) else [*map(str, words)]
 
 
-def data(args: Args) -> str | None:
-    """--data-path or --mock-data must be given, or Megatron would train on mock data;
-    with --sft-data the files hold conversations, whose tokens carry marks, and without
-    not. A share of --split above 0 must hold a document (a sequence of a GPT): Megatron
-    looks for ever for one of an empty share."""
-    # an entry script of the user's own may have datasets without flags
-    if task(args) is None:
-        return None
-    per_split = [
-        flag for flag in (*_SPLITS, "--per-split-data-args-path") if value(args, flag)
-    ]
-    given = [
-        flag for flag in ("--data-path", "--data-args-path") if value(args, flag)
-    ] + per_split[:1]
-    if not given and not args.mock_data:
-        return "--data-path is missing (or --mock-data)"
-    if len(given) > 1:
-        return f"{given[1]} does not work with {given[0]}: leave one out"
-    if per_split and args.split:
-        return f"--split does not work with {per_split[0]}: leave it out"
-    try:
-        return next(
-            filter(None, (_blend(args, flag, words) for flag, words in _blends(args))),
-            None,
-        )
-    except UserError as error:
-        return str(error)
-
-
-def _blend(args: Args, flag: str, words: list[str]) -> str | None:
+def _blend_fault(args: Args, flag: str, words: list[str]) -> str | None:
     """A line about the first dataset of a blend that the run cannot use, or None."""
     weights = [_NUMBER.fullmatch(word) is not None for word in words]
     if any(weights) and weights != [True, False] * (len(words) // 2):
         return f"{flag} {' '.join(words)}: give only prefixes, or a weight before each prefix"
-    split = args.split or "969,30,1"
-    shares = [float(share) for share in re.split("[,/]", split)]
-    for prefix in (
-        word for word, weight in zip(words, weights) if not weight and "://" not in word
-    ):
+    for word, is_weight in zip(words, weights):
+        if is_weight or "://" in word:
+            continue
         try:
-            conversations = indexed_dataset.has_prompts(prefix)
-            number = indexed_dataset.divided(prefix, args.task == "bert")
+            fault = _dataset_fault(args, flag, word)
         except OSError as error:
-            return f"{flag} {prefix}: {error.filename}: {error.strerror}"
-        if conversations != args.sft_data:
-            remedy = (
-                "conversations: train a GPT with --sft-data"
-                if conversations
-                else "text: leave --sft-data out"
-            )
-            return f"{flag} {prefix}: it holds {remedy}"
-        if (
-            args.sft_data
-            and args.seq_length
-            and not indexed_dataset.has_target(prefix, args.seq_length + 1)
-        ):
+            fault = f"{flag} {word}: {error.filename}: {error.strerror}"
+        if fault:
+            return fault
+    return None
+
+
+def _dataset_fault(args: Args, flag: str, prefix: str) -> str | None:
+    has_prompts = indexed_dataset.has_prompts(prefix)
+    if has_prompts and not args.sft_data:
+        return f"{flag} {prefix}: it holds conversations: train a GPT with --sft-data"
+    if args.sft_data and not has_prompts:
+        return f"{flag} {prefix}: it holds text: leave --sft-data out"
+    if args.sft_data and args.seq_length:
+        if not indexed_dataset.has_target(prefix, args.seq_length + 1):
             return (
                 f"--seq-length {args.seq_length}: all targets of {flag} {prefix} are "
                 "behind it: give a longer one"
             )
-        edges = [
-            round(sum(shares[:k]) / sum(shares) * number)
-            for k in range(len(shares) + 1)
-        ]
-        if flag == "--data-path" and any(
-            share and a == b for share, a, b in zip(shares, edges, edges[1:])
-        ):
-            return (
-                f"--split {split}: a share has none of the {number} documents of "
-                "--data-path: give it 0 or more"
-            )
+    number = indexed_dataset.divided(prefix, args.task == "bert")
+    split = args.split or _SHARES
+    if flag == "--data-path" and _leaves_a_share_empty(split, number):
+        return (
+            f"--split {split}: a share has none of the {number} documents of "
+            "--data-path: give it 0 or more"
+        )
     return None
+
+
+def _leaves_a_share_empty(split: str, number: int) -> bool:
+    """Whether a share above 0 gets none of `number` documents, as Megatron rounds."""
+    shares = [float(share) for share in re.split("[,/]", split)]
+    total = sum(shares)
+    start = 0
+    for place, share in enumerate(shares, 1):
+        end = round(sum(shares[:place]) / total * number)
+        if share and start == end:
+            return True
+        start = end
+    return False
+
+
+# --- checkpoints
+# --------------------------------------------------------------------------------------
 
 
 def checkpoint(args: Args) -> str | None:
@@ -159,22 +164,21 @@ def checkpoint(args: Args) -> str | None:
 
     The first rank looks at its files; for all to do so could take long.
     """
-    for flag, path, step in (
-        (*source(args), args.ckpt_step),
-        ("--lora-base", args.lora_base, None),
-    ):
-        there = (
-            path and "://" not in path and (step or os.path.isfile(Path(path, TRACKER)))
-        )
-        if os.environ.get("RANK", "0") != "0":
-            continue
-        fault = (
-            problem(path, step, same_folder(path, args.save), args.ckpt_format)
-            if there
-            else None
-        )
-        if path and not there and flag == "--lora-base":
-            fault = f"it is no folder of Megatron's checkpoints (there is no {TRACKER})"
-        if fault:
-            return f"{flag} {path}: {fault}"
-    return None
+    if os.environ.get("RANK", "0") != "0":
+        return None
+    flag, path = source(args)
+    fault = _checkpoint_fault(args, flag, path, args.ckpt_step)
+    return fault or _checkpoint_fault(args, "--lora-base", args.lora_base, None)
+
+
+def _checkpoint_fault(
+    args: Args, flag: str, path: str | None, step: int | None
+) -> str | None:
+    if not path:
+        return None
+    fault = None
+    if "://" not in path and (step or Path(path, TRACKER).is_file()):
+        fault = problem(path, step, same_folder(path, args.save), args.ckpt_format)
+    elif flag == "--lora-base":
+        fault = f"it is no folder of Megatron's checkpoints (there is no {TRACKER})"
+    return f"{flag} {path}: {fault}" if fault else None

@@ -20,6 +20,8 @@ REFUSED = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "each tensor that is freed would wait for posted receives",
 }
 
+_OFF = ("", "0", "n", "no", "f", "false")
+
 # What a run sets if the user has not; docs/flags.md says why. Neither value has been
 # measured on a GPU.
 SET = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_MAX_P2P_NCHANNELS": "4"}
@@ -27,11 +29,9 @@ SET = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_MAX_P2P_NCHANNELS": "4"}
 
 def exchange(args: Args) -> str:
     """The transport between stages: nccl or gloo."""
-    return (
-        args.distributed_backend
-        if args.two_bw_exchange == "auto"
-        else args.two_bw_exchange
-    )
+    if args.two_bw_exchange == "auto":
+        return args.distributed_backend
+    return args.two_bw_exchange
 
 
 def _messages_over_nccl(args: Args) -> bool:
@@ -51,16 +51,10 @@ def refusal(args: Args) -> str | None:
         and args.world_size > 1
         and args.distributed_backend == "nccl"
     )
+    if not late and not _messages_over_nccl(args):
+        return None
     for name, why in REFUSED.items():
-        on = os.environ.get(name, "").strip().lower() not in (
-            "",
-            "0",
-            "n",
-            "no",
-            "f",
-            "false",
-        )
-        if on and (late or _messages_over_nccl(args)):
+        if os.environ.get(name, "").strip().lower() not in _OFF:
             return (
                 f"{name}=1 does not work with --pipeline-schedule "
                 f"{args.pipeline_schedule}: {why}; unset it"
@@ -72,16 +66,16 @@ def prepare_cuda(early: Args) -> None:
     """Set the number of hardware queues. Call it before anything asks CUDA, which reads
     the variable when it starts."""
     divided = early.tensor_model_parallel_size > 1 or early.context_parallel_size > 1
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
     if divided and not early.sharded:  # as Megatron asserts before Blackwell
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if early.pipeline_schedule in SCHEDULES:
-        os.environ.setdefault(
-            "CUDA_DEVICE_MAX_CONNECTIONS", SET["CUDA_DEVICE_MAX_CONNECTIONS"]
-        )
+        os.environ.setdefault(name, "1")
+    elif early.pipeline_schedule in SCHEDULES:
+        os.environ.setdefault(name, SET[name])
 
 
 def prepare_nccl(args: Args) -> None:
     """Bound the channels of a message. Call it before the first process group is made:
     NCCL reads the variable then."""
     if _messages_over_nccl(args) and args.context_parallel_size == 1:
-        os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", SET["NCCL_MAX_P2P_NCHANNELS"])
+        name = "NCCL_MAX_P2P_NCHANNELS"
+        os.environ.setdefault(name, SET[name])

@@ -21,15 +21,17 @@ def reached(flag: str, name: str) -> Iterator[None]:
         try:
             get_session().head(constants.ENDPOINT, timeout=3)
         except Exception:  # of httpx
-            os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True
+            os.environ["HF_HUB_OFFLINE"] = "1"
+            constants.HF_HUB_OFFLINE = True
     try:
         yield
     except Exception as error:
         if local or not constants.HF_HUB_OFFLINE:
             raise
-        remedy = (
-            "--tokenizer-type HuggingFaceTokenizer " * (flag != "--tokenizer-model")
-            + "--tokenizer-model FOLDER"
-        )
-        line = f"{flag} {name}: it is not on this host, and the Hub is out of reach: give {remedy}"
-        raise UserError(line) from error
+        remedy = "--tokenizer-model FOLDER"
+        if flag != "--tokenizer-model":
+            remedy = f"--tokenizer-type HuggingFaceTokenizer {remedy}"
+        raise UserError(
+            f"{flag} {name}: it is not on this host, and the Hub is out of reach: give "
+            f"{remedy}"
+        ) from error

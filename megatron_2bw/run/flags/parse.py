@@ -1,8 +1,17 @@
 """From argv to checked arguments: this project's flags first, then Megatron's, then
 every rule.
 
+A command line is parsed three times, since each parse comes before an import or a
+decision that the next one needs:
+
+1. by `quick_check.mistake`, before torch is imported: a mistake is answered in half a
+   second;
+2. by `parse_early`, this project's flags alone: torch is there, and the device is
+   chosen before CUDA starts and Megatron is imported;
+3. by Megatron's own `parse_args`, in `parse`. Megatron reads `sys.argv` itself.
+
 Invariant: every rule is looked at before training starts, first those that need no
-torch (QUICK, as in `early.py`), and the first that is broken ends the run with its
+torch (QUICK, as in quick_check.py), and the first that is broken ends the run with its
 line. Megatron's own validation follows; its error is the line then.
 """
 
@@ -25,18 +34,19 @@ from megatron_2bw.mcore.checkpoints.folder import (
 )
 from megatron_2bw.run.flags import (
     checks,
+    combinations,
     environment,
     hub_offline,
     project_flags,
     unsupported,
 )
-from megatron_2bw.run.flags.correction_flags import beta1
 from megatron_2bw.run.flags.project_flags import add_flags
+from megatron_2bw.run.flags.resolve import adam_beta1
 from megatron_2bw.run.flags.rule import installed, value
 
 Stop = Callable[[str], NoReturn]
 
-QUICK = (unsupported.refusal, checks.data, project_flags.mistake, environment.refusal)
+QUICK = (unsupported.refusal, checks.data, combinations.mistake, environment.refusal)
 
 
 def parse_early(argv: list[str], stop: Stop, task: str = "gpt") -> argparse.Namespace:
@@ -63,7 +73,7 @@ def parse_early(argv: list[str], stop: Stop, task: str = "gpt") -> argparse.Name
 def parse(
     early: argparse.Namespace,
     stop: Stop,
-    read: Callable[[argparse.ArgumentParser], object] = id,
+    read: Callable[[argparse.ArgumentParser], object] | None = None,
 ) -> argparse.Namespace:
     """Megatron's arguments and this project's, parsed, validated and set globally by
     Megatron.
@@ -71,9 +81,7 @@ def parse(
     Calls `stop` with one line if anything is wrong. The first rank calls `read` with
     Megatron's own parser.
     """
-    from megatron.core.tokenizers.utils import build_tokenizer
-    from megatron.training import arguments, checkpointing
-    from megatron.training.global_vars import set_global_variables
+    from megatron.training import arguments
 
     from megatron_2bw.mcore import cpu, patches, rebinding
     from megatron_2bw.mcore.checkpoints.unpickle import CheckpointException, causes
@@ -82,7 +90,7 @@ def parse(
     parsers: list[argparse.ArgumentParser] = []
 
     def extend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        if os.environ.get("RANK", "0") == "0":
+        if read is not None and _is_first_rank():
             read(parser)
         parsers.append(prepare(parser, early, stop))
         return parser
@@ -91,35 +99,20 @@ def parse(
         rebinding.apply(patches.for_reading())
         args = arguments.parse_args(extend)
         if args.use_checkpoint_args:
-            _prepare_folder(args, stop)
-            for source in ("pretrained_checkpoint", "load"):
-                found = checkpointing.load_args_from_checkpoint(args, load_arg=source)
-                project_flags.adopt(
-                    args, found[-1] if isinstance(found, tuple) else found
-                )
-        if (line := project_flags.use_rampup(args)) and args.rank == 0:
-            print(line, flush=True)
+            _use_checkpoint_args(args, stop)
+        _print_first(project_flags.use_rampup(args))
         if args.adam_beta1 is None:
-            args.adam_beta1 = beta1(args)
+            args.adam_beta1 = adam_beta1(args)
         if args.lora_rank and args.lora_alpha is None:
             args.lora_alpha = 2 * args.lora_rank
         check(args, stop)
-        if (
-            cpu.installed()
-            and (line := rehearse(args, parsers[0], sys.argv[1:]))
-            and args.rank == 0
-        ):
-            print(line, flush=True)
-        tokenizer = (
-            "BertWordPieceLowerCase" if early.task == "bert" else "GPT2BPETokenizer"
-        )
+        if cpu.installed():
+            _print_first(rehearse(args, parsers[0], sys.argv[1:]))
+        tokenizer = "GPT2BPETokenizer"
+        if early.task == "bert":
+            tokenizer = "BertWordPieceLowerCase"
         arguments.validate_args(args, {"tokenizer_type": tokenizer})
-        downloads = args.tokenizer_type in build_tokenizer.MEGATRON_TOKENIZERS
-        flag = "--tokenizer-type" if downloads else "--tokenizer-model"
-        with hub_offline.reached(flag, value(args, flag) or "."):
-            build_tokenizer.build_tokenizer(
-                args
-            ) if args.dry_run else set_global_variables(args)
+        _set_globals(args)
     except SystemExit as end:
         if end.code is None:  # Megatron's exit() after a line on the screen
             stop("Megatron ends the run in a line of its own: add --verbose to see it")
@@ -131,9 +124,21 @@ def parse(
     return args
 
 
-def _prepare_folder(args: argparse.Namespace, stop: Stop) -> None:
-    """For --use-checkpoint-args: Megatron reads the arguments before it loads. It
-    asserts the first two itself."""
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _print_first(line: str | None) -> None:
+    """Print a line, if there is one, on the first rank."""
+    if line and _is_first_rank():
+        print(line, flush=True)
+
+
+def _use_checkpoint_args(args: argparse.Namespace, stop: Stop) -> None:
+    """Take the arguments of a checkpoint (--use-checkpoint-args). Megatron reads them
+    before it loads; it asserts the first two conditions itself."""
+    from megatron.training import checkpointing
+
     if args.load is None and args.pretrained_checkpoint is None:
         stop("--use-checkpoint-args needs --load or --pretrained-checkpoint: add one")
     if args.non_persistent_ckpt_type == "local":
@@ -143,13 +148,32 @@ def _prepare_folder(args: argparse.Namespace, stop: Stop) -> None:
         )
     if fault := checks.checkpoint(args):
         stop(fault)
-    if args.dry_run or not same_folder(args.load, args.save):
-        return
-    if args.rank == 0:
-        owner.hold(args.save)
-        restore_old(args.save)
-    else:
-        await_restored(args.save)
+    if not args.dry_run and same_folder(args.load, args.save):
+        if args.rank == 0:
+            owner.hold(args.save)
+            restore_old(args.save)
+        else:
+            await_restored(args.save)
+    for source in ("pretrained_checkpoint", "load"):
+        saved = checkpointing.load_args_from_checkpoint(args, load_arg=source)
+        if isinstance(saved, tuple):
+            saved = saved[-1]
+        project_flags.adopt(args, saved)
+
+
+def _set_globals(args: argparse.Namespace) -> None:
+    """Megatron's global objects. A dry run makes only the tokenizer, which may be
+    missing."""
+    from megatron.core.tokenizers.utils import build_tokenizer
+    from megatron.training.global_vars import set_global_variables
+
+    downloads = args.tokenizer_type in build_tokenizer.MEGATRON_TOKENIZERS
+    flag = "--tokenizer-type" if downloads else "--tokenizer-model"
+    with hub_offline.reached(flag, value(args, flag) or "."):
+        if args.dry_run:
+            build_tokenizer.build_tokenizer(args)
+        else:
+            set_global_variables(args)
 
 
 def prepare(
@@ -161,11 +185,9 @@ def prepare(
     # argparse would print a usage text of a thousand lines first
     def error(message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
-        stop(
-            message + _hint(unknown[1], parser._option_string_actions)
-            if unknown
-            else message
-        )
+        if unknown:
+            message += _hint(unknown[1], parser._option_string_actions)
+        stop(message)
 
     add_flags(parser).set_defaults(**_defaults(early))
     parser._option_string_actions["--yaml-cfg"].type = _not_from_yaml
@@ -180,11 +202,10 @@ def _hint(word: str, flags: Iterable[str]) -> str:
     """The end of a line about an unknown flag: the nearest flag that is not its
     opposite and not always refused."""
     no = ("--no-", "--no_", "--disable", "--untie")
-    alike = [
-        flag
-        for flag in flags
-        if flag.startswith(no) == word.startswith(no) and flag not in unsupported.NEVER
-    ]
+    alike = []
+    for flag in flags:
+        if flag.startswith(no) == word.startswith(no) and flag not in unsupported.NEVER:
+            alike.append(flag)
     return did_you_mean(word, alike, cutoff=0.82)
 
 
@@ -203,7 +224,7 @@ def _defaults(early: argparse.Namespace) -> dict[str, Any]:
         # the norm of its head is torch's then, which cannot
         defaults["no_persist_layer_norm"] = True
     if getattr(early, "two_bw_correction", None) == "auto":
-        # by the number of late microbatches, which the parsed arguments tell
+        # by the number of late microbatches (resolve.py)
         defaults["adam_beta1"] = None
     if early.pipeline_schedule != "megatron":
         # It runs an iteration again to find faulty GPUs, and reduces over the world in
@@ -218,8 +239,7 @@ def check(args: argparse.Namespace, stop: Stop) -> None:
     for rule in (*QUICK, checks.checkpoint, checks.transformer_engine):
         if message := rule(args):
             stop(message)
-    if (message := unsupported.settle(args)) and os.environ.get("RANK", "0") == "0":
-        print(message, flush=True)
+    _print_first(unsupported.leave_out(args))
     environment.prepare_nccl(args)
 
 
@@ -230,4 +250,5 @@ def explain(error: BaseException) -> str:
     text = str(error) or (last.line or "").removeprefix("assert ")
     if "--" in text or isinstance(error, UserError):
         return text
-    return f"{text} ({type(error).__name__} in {os.path.basename(last.filename)}:{last.lineno})"
+    file = os.path.basename(last.filename)
+    return f"{text} ({type(error).__name__} in {file}:{last.lineno})"

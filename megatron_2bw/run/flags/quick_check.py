@@ -39,14 +39,15 @@ def mistake(argv: Sequence[str], task: str, world: int) -> str | None:
     try:
         args = parser_of(task, "megatron").parse_args(argv)
         if args.pipeline_schedule != "megatron":
-            # whose defaults all others have
+            # with the defaults of all other schedules
             args = parser_of(task, "2bw").parse_args(argv)
         project_flags.use_rampup(args)
     except UserError as error:
         return str(error)
+    if args.use_checkpoint_args:
+        return None  # a checkpoint brings other arguments
     args.world_size = world
-    # which brings other arguments
-    for rule in QUICK if not args.use_checkpoint_args else ():
+    for rule in QUICK:
         with contextlib.suppress(Exception):  # of a size that Megatron refuses
             if line := rule(args):
                 return line
@@ -64,13 +65,11 @@ def parser_of(task: str, schedule: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.register("action", "optional", argparse.BooleanOptionalAction)
     for names, options in table():
-        parser.add_argument(
-            *names,
-            **options | ({"type": KINDS[options["type"]]} if "type" in options else {}),
-        )
-    return prepare(
-        parser, argparse.Namespace(task=task, pipeline_schedule=schedule), stop
-    )
+        if "type" in options:
+            options = options | {"type": KINDS[options["type"]]}
+        parser.add_argument(*names, **options)
+    early = argparse.Namespace(task=task, pipeline_schedule=schedule)
+    return prepare(parser, early, stop)
 
 
 @functools.cache
@@ -78,10 +77,9 @@ def table() -> list[tuple[list[str], dict[str, Any]]]:
     """The names of each of Megatron's flags, and its options for `add_argument`; [] if
     no run has written them."""
     packages = importlib.util.find_spec("megatron").submodule_search_locations
+    installed = max(Path(folder).parent.stat().st_mtime for folder in packages)
     with contextlib.suppress(OSError, ValueError):
-        if _file().stat().st_mtime >= max(
-            Path(folder).parent.stat().st_mtime for folder in packages
-        ):
+        if _file().stat().st_mtime >= installed:
             return json.loads(_file().read_text())
     return []
 
@@ -89,54 +87,43 @@ def table() -> list[tuple[list[str], dict[str, Any]]]:
 def remember(parser: argparse.ArgumentParser) -> None:
     """Write the table of Megatron's own parser if there is none. A folder that cannot
     be written to is no error."""
-    if not table():
-        with contextlib.suppress(OSError, TypeError):
-            _file().parent.mkdir(parents=True, exist_ok=True)
-            write_json(
-                _file(),
-                [_row(action) for action in parser._actions if action.dest != "help"],
-                indent=None,
-            )
+    if table():
+        return
+    rows = [_row(action) for action in parser._actions if action.dest != "help"]
+    with contextlib.suppress(OSError, TypeError):
+        _file().parent.mkdir(parents=True, exist_ok=True)
+        write_json(_file(), rows, indent=None)
 
 
 def _file() -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(
-        cache,
-        "megatron_2bw",
-        f"flags-{importlib.metadata.version('megatron-core')}.json",
-    )
+    version = importlib.metadata.version("megatron-core")
+    return Path(cache, "megatron_2bw", f"flags-{version}.json")
 
 
 def _row(action: argparse.Action) -> tuple[list[str], dict[str, Any]]:
-    names, options = (
-        action.option_strings,
-        {"dest": action.dest, "default": _plain(action.default)},
-    )
+    names = list(action.option_strings)
+    options = {"dest": action.dest, "default": _plain(action.default)}
     if isinstance(action, argparse.BooleanOptionalAction):
-        return [name for name in names if not name.startswith("--no-")], options | {
-            "action": "optional"
-        }
-    if action.nargs == 0:
-        return names, options | {
-            "action": "store_true" if action.const else "store_false"
-        }
-    kind, choices = (
-        getattr(action.type, "__name__", "str"),
-        [_plain(choice) for choice in action.choices or ()],
-    )
-    # an enumeration, by the names of its members
-    if kind not in KINDS and choices != list(action.choices or ()):
-        kind = "str"
-    options |= {"type": kind if kind in KINDS else "other", "nargs": action.nargs}
-    return names, options | (
-        {"choices": choices} if choices and options["type"] != "other" else {}
-    )
+        options["action"] = "optional"
+        names = [name for name in names if not name.startswith("--no-")]
+    elif action.nargs == 0:
+        options["action"] = "store_true" if action.const else "store_false"
+    else:
+        options["nargs"] = action.nargs
+        kind = getattr(action.type, "__name__", "str")
+        choices = list(action.choices or ())
+        names_of_choices = [_plain(choice) for choice in choices]
+        if kind not in KINDS:
+            # an enumeration, by the names of its members, or a function
+            kind = "other" if names_of_choices == choices else "str"
+        options["type"] = kind
+        if choices and kind != "other":
+            options["choices"] = names_of_choices
+    return names, options
 
 
 def _plain(value: Any) -> Any:
-    return (
-        value.name
-        if isinstance(value, enum.Enum) and not isinstance(value, int)
-        else value
-    )
+    """The name of an enumeration's member."""
+    is_name = isinstance(value, enum.Enum) and not isinstance(value, int)
+    return value.name if is_name else value

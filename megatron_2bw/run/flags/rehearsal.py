@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_2bw.base.argv import flag_of
 from megatron_2bw.base.errors import UserError
 from megatron_2bw.run.flags.rule import Args, installed
 
@@ -63,32 +64,31 @@ def rehearse(
     Megatron's default; or None. UserError if nothing computes the model there.
     """
     actions = {action.dest: action for action in parser._actions}
-    words = {word.partition("=")[0] for word in argv}
-    said: list[str] = []
+    typed = {flag_of(word) for word in argv}
+    replaced: list[str] = []
 
-    def put(name: str, new: Any, what: str = "") -> None:
-        old, default = getattr(args, name, None), actions[name].default
-        setattr(args, name, new)
-        flag = actions[name].option_strings[0]
-        if old != new and (
-            old != default or words.intersection(actions[name].option_strings)
-        ):
-            said.append(
-                (
-                    f"without {flag}"
-                    if new == default
-                    else f"{flag} {getattr(new, 'name', new)}"
-                )
-                + what
-            )
+    def put(name: str, setting: Any, remark: str = "") -> None:
+        action = actions[name]
+        before = getattr(args, name, None)
+        setattr(args, name, setting)
+        is_typed = typed.intersection(action.option_strings)
+        if before == setting or (before == action.default and not is_typed):
+            return
+        flag = action.option_strings[0]
+        words = f"{flag} {getattr(setting, 'name', setting)}"
+        if setting == action.default:
+            words = f"without {flag}"
+        replaced.append(words + remark)
 
     for name in _NO_LAYERS:
         if getattr(args, name):
-            raise UserError(
-                f"{actions[name].option_strings[0]} needs Transformer Engine on a GPU"
-            )
-    for name, new in ON_CPU.items():
-        put(name, new) if name in actions else setattr(args, name, new)
+            flag = actions[name].option_strings[0]
+            raise UserError(f"{flag} needs Transformer Engine on a GPU")
+    for name, setting in ON_CPU.items():
+        if name in actions:
+            put(name, setting)
+        else:
+            setattr(args, name, setting)
     for name in OFF:
         put(name, actions[name].default)
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
@@ -101,23 +101,19 @@ def rehearse(
         put("two_bw_exchange", "gloo")
     if args.ckpt_format == "fsdp_dtensor":
         put("ckpt_format", "torch_dist")
-    if (
-        args.async_save
-        and args.async_strategy == "nvrx"
-        and not installed("nvidia_resiliency_ext")
-    ):
+    asynchronous = args.async_save and args.async_strategy == "nvrx"
+    if asynchronous and not installed("nvidia_resiliency_ext"):
         put("async_strategy", "mcore")
     # as many tokens on each rank, and as many microbatches, if they divide
     if args.context_parallel_size > 1:
-        batch = math.gcd(args.micro_batch_size, args.context_parallel_size)
+        parts = math.gcd(args.micro_batch_size, args.context_parallel_size)
         put("context_parallel_size", 1, " (its ranks are data-parallel)")
-        put("micro_batch_size", args.micro_batch_size // batch)
-        args.cp_comm_type, args.hierarchical_context_parallel_sizes = ["p2p"], None
-        args.expert_tensor_parallel_size = (
-            args.num_experts and args.expert_tensor_parallel_size
-        )
+        put("micro_batch_size", args.micro_batch_size // parts)
+        args.cp_comm_type = ["p2p"]
+        args.hierarchical_context_parallel_sizes = None
+        if not args.num_experts:
+            args.expert_tensor_parallel_size = args.num_experts
     if args.recompute_modules:
-        args.recompute_modules = [
-            name for name in args.recompute_modules if name != "moe_act"
-        ]
-    return f"> on the CPU: {', '.join(said)}" if said else None
+        modules = args.recompute_modules
+        args.recompute_modules = [name for name in modules if name != "moe_act"]
+    return f"> on the CPU: {', '.join(replaced)}" if replaced else None

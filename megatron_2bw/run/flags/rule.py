@@ -27,9 +27,9 @@ def installed(package: str) -> bool:
 def value(args: Args, flag: str) -> Any:
     """What the arguments hold for `flag`; None if Megatron has removed it while it
     validated them."""
-    given = getattr(args, flag.removeprefix("--").replace("-", "_"), None)
+    setting = getattr(args, flag.removeprefix("--").replace("-", "_"), None)
     # Megatron makes enumerations of some choices
-    return given.name if isinstance(given, enum.Enum) else given
+    return setting.name if isinstance(setting, enum.Enum) else setting
 
 
 def task(args: Args) -> str | None:
@@ -41,8 +41,24 @@ def asks(args: Args, flag: str) -> bool:
     """Whether the arguments have `flag`: "--lr" with a true value, "--optimizer adam
     sgd" with one of these."""
     name, *choices = flag.split()
-    given = value(args, name)
-    return given in choices if choices else bool(given)
+    setting = value(args, name)
+    return setting in choices if choices else bool(setting)
+
+
+def have(settings: dict[str, Any], args: Args) -> bool:
+    """Whether the arguments have these settings, by name: a true value (True) or none
+    (False), a value of a list, or another one ({"not": list})."""
+    for name, wanted in settings.items():
+        setting = getattr(args, name, None)
+        if isinstance(wanted, bool):
+            holds = bool(setting) == wanted
+        elif isinstance(wanted, dict):
+            holds = setting not in wanted["not"]
+        else:
+            holds = setting in wanted
+        if not holds:
+            return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -67,24 +83,26 @@ class Rule:
     def holds(self, args: Args) -> bool:
         """Whether the arguments break the rule."""
         schedule = SCHEDULES.get(args.pipeline_schedule)  # None: Megatron's own
-        scopes = ["script" if task(args) else "", task(args)]
+        scopes = ["script", task(args)] if task(args) else []
         if schedule is not None:
-            scopes += ["ours", schedule.name, "" if schedule.flushes else "no flush"]
-        return self.scope in scopes and bool(
-            self.when(args) if self.when else asks(args, self.flag)
-        )
+            scopes += ["ours", schedule.name]
+            if not schedule.flushes:
+                scopes.append("no flush")
+        if self.scope not in scopes:
+            return False
+        return bool(self.when(args) if self.when else asks(args, self.flag))
 
     def line(self, args: Args) -> str | None:
         """The line for arguments that break the rule, or None."""
         if not self.holds(args):
             return None
         name = self.flag.split()[0]
-        given = value(args, name)
-        shown = (
-            f" {given}"
-            if given and isinstance(given, (str, int, float)) and given is not True
-            else ""
-        )
-        words = {"script": "is not supported", "bert": "does not work with BERT"}
-        schedule = f"does not work with --pipeline-schedule {args.pipeline_schedule}"
-        return f"{name}{shown} {words.get(self.scope, schedule)}: {self.why}"
+        setting = value(args, name)
+        if setting and setting is not True and isinstance(setting, (str, int, float)):
+            name += f" {setting}"
+        if self.scope == "script":
+            return f"{name} is not supported: {self.why}"
+        other = f"--pipeline-schedule {args.pipeline_schedule}"
+        if self.scope == "bert":
+            other = "BERT"
+        return f"{name} does not work with {other}: {self.why}"

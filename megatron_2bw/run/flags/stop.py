@@ -24,16 +24,11 @@ def stop(line: str) -> NoReturn:
     report(program(), line)
     # torchrun ends with a report, and quotes this in it
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        text = f"{program()}: error: {line}"
-        write_json(
-            file,
-            {
-                "message": {
-                    "message": text,
-                    "extraInfo": {"timestamp": str(int(time.time()))},
-                }
-            },
-        )
+        message = {
+            "message": f"{program()}: error: {line}",
+            "extraInfo": {"timestamp": str(int(time.time()))},
+        }
+        write_json(file, {"message": message})
     sys.exit(2)
 
 

@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import psutil
 
@@ -15,7 +16,9 @@ from megatron_2bw.base.errors import Parser
 from megatron_2bw.run.flags.rule import installed
 
 OLDEST_TORCH = "2.8"  # pyproject.toml says why
-OK, NOTE, WRONG = "ok", "note", "WRONG"
+OK = "ok"
+NOTE = "note"
+WRONG = "WRONG"  # no run starts
 LACKING = {  # package: what its absence means
     "transformer_engine": (
         "on GPUs give --transformer-impl local and the flags beside it in "
@@ -26,73 +29,70 @@ LACKING = {  # package: what its absence means
 }
 
 
+class Row(NamedTuple):
+    verdict: str
+    name: str
+    value: str
+    meaning: str = ""
+
+
 def main(argv: Sequence[str], prog: str) -> int:
     """Print a table; the status is 1 if something keeps every run from starting."""
-    Parser(
-        prog=prog, description="What is installed, and what it means for a run."
-    ).parse_args(argv)
-    found_rows = list(rows())
-    for verdict, name, found, meaning in found_rows:
-        print(f"{verdict:<6}{name:<20}{found:<24}{meaning}".rstrip())
-    return int(any(row[0] == WRONG for row in found_rows))
+    meaning = "What is installed, and what it means for a run."
+    Parser(prog=prog, description=meaning).parse_args(argv)
+    status = 0
+    for row in rows():
+        line = f"{row.verdict:<6}{row.name:<20}{row.value:<24}{row.meaning}"
+        print(line.rstrip())
+        if row.verdict == WRONG:
+            status = 1
+    return status
 
 
-def rows() -> Iterator[tuple[str, str, str, str]]:
-    """Verdict, name, what was found, and what it means."""
+def rows() -> Iterator[Row]:
     import torch
     from torch.torch_version import TorchVersion
 
-    yield OK, "megatron_2bw", __version__, f"Python {platform.python_version()}"
-    old = TorchVersion(torch.__version__) < OLDEST_TORCH
-    yield (
-        WRONG if old else OK,
-        "torch",
-        torch.__version__,
-        f"install {OLDEST_TORCH} or newer" if old else "",
-    )
-    megatron = importlib.metadata.version("megatron-core")
-    other = not megatron.startswith("0.19.")
-    yield (
-        WRONG if other else OK,
-        "megatron-core",
-        megatron,
-        "install 0.19" if other else "",
-    )
+    yield Row(OK, "megatron_2bw", __version__, f"Python {platform.python_version()}")
+    version = torch.__version__
+    if TorchVersion(version) < OLDEST_TORCH:
+        yield Row(WRONG, "torch", version, f"install {OLDEST_TORCH} or newer")
+    else:
+        yield Row(OK, "torch", version)
+    version = importlib.metadata.version("megatron-core")
+    if version.startswith("0.19."):
+        yield Row(OK, "megatron-core", version)
+    else:
+        yield Row(WRONG, "megatron-core", version, "install 0.19")
     for name, meaning in LACKING.items():
-        yield (OK, name, "yes", "") if installed(name) else (NOTE, name, "-", meaning)
-    yield OK, "processor cores", str(len(os.sched_getaffinity(0))), ""
-    yield (
-        OK,
-        "memory available",
-        f"{psutil.virtual_memory().available / 2**30:.0f} GiB",
-        "",
-    )
+        if installed(name):
+            yield Row(OK, name, "yes")
+        else:
+            yield Row(NOTE, name, "-", meaning)
+    yield Row(OK, "processor cores", str(len(os.sched_getaffinity(0))))
+    available = psutil.virtual_memory().available / 2**30
+    yield Row(OK, "memory available", f"{available:.0f} GiB")
     shared = shutil.disk_usage("/dev/shm").total / 2**30
-    few = (
-        "too little for the workers of data loaders: docker run --shm-size 8g"
-        if shared < 1
-        else ""
-    )
-    yield NOTE if few else OK, "/dev/shm", f"{shared:.1f} GiB", few
-    for number in range(torch.cuda.device_count()):
-        device, nccl = (
-            torch.cuda.get_device_properties(number),
-            ".".join(map(str, torch.cuda.nccl.version())),
-        )
-        more = (
-            f"compute capability {device.major}.{device.minor}, CUDA "
-            f"{torch.version.cuda}, NCCL {nccl}"
-        )
-        yield (
-            OK,
-            f"GPU {number}",
-            device.name,
-            f"{device.total_memory / 2**30:.0f} GiB, {more}",
-        )
+    if shared < 1:
+        few = "too little for the workers of data loaders: docker run --shm-size 8g"
+        yield Row(NOTE, "/dev/shm", f"{shared:.1f} GiB", few)
+    else:
+        yield Row(OK, "/dev/shm", f"{shared:.1f} GiB")
+    yield from _gpus()
+
+
+def _gpus() -> Iterator[Row]:
+    import torch
+
+    cuda = torch.version.cuda
     if not torch.cuda.device_count():
-        yield (
-            NOTE,
-            "GPUs",
-            "-",
-            f"runs compute on the CPU over gloo (torch's CUDA: {torch.version.cuda or 'none'})",
+        meaning = f"runs compute on the CPU over gloo (torch's CUDA: {cuda or 'none'})"
+        yield Row(NOTE, "GPUs", "-", meaning)
+    for number in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(number)
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        meaning = (
+            f"{device.total_memory / 2**30:.0f} GiB, compute capability "
+            f"{device.major}.{device.minor}, CUDA {cuda}, NCCL {nccl}"
         )
+        yield Row(OK, f"GPU {number}", device.name, meaning)

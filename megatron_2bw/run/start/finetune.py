@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_2bw.base.argv import flag_of, merged
+from megatron_2bw.base.argv import groups, merged
 from megatron_2bw.base.errors import Parser, UserError
 from megatron_2bw.base.files import read_yaml, set_aside
 from megatron_2bw.mcore.checkpoints.folder import TRACKER
@@ -25,7 +25,7 @@ EXAMPLE = (
     "model: llama, data: chats.jsonl, output: tuned, lora-rank: 16, epochs: 3, lr: "
     "2e-4, global-batch-size: 32"
 )
-OWN = ("model", "data", "output", "epochs")
+NEEDED = ("model", "data", "output")
 DEFAULTS = (
     "--split 100,0,0 --eval-iters 0 --log-interval 10 --save-interval 500 "
     "--lr-decay-style cosine"
@@ -40,87 +40,80 @@ def main(argv: Sequence[str], prog: str) -> int:
         description=f"Finetunes by one file. Example: {EXAMPLE}",
         allow_abbrev=False,
     )
-    meaning = (
-        "model (a folder of save_pretrained), data (JSON lines), output (a folder), "
-        "epochs, flags of train gpt"
+    parser.add_argument(
+        "file",
+        type=Path,
+        metavar="RUN.yaml",
+        help="model (a folder of save_pretrained), data (JSON lines), output (a "
+        "folder), epochs, flags of train gpt",
     )
-    parser.add_argument("file", type=Path, metavar="RUN.yaml", help=meaning)
-    known, typed = parser.parse_known_args(argv)
-    content = read_yaml(known.file)
-    content = content if isinstance(content, dict) else {}
-    content = {str(name).replace("_", "-"): value for name, value in content.items()}
-    if missing := [name for name in OWN[:3] if not content.get(name)]:
-        raise UserError(
-            f"{known.file}: {missing[0]} is missing: give the lines of, for example, {EXAMPLE}"
-        )
-    model, data, output = (Path(content[name]) for name in OWN[:3])
-    base, prefix, run = output / "base", output / "data", output / "run"
-    lines = train.flags_of_file(
-        known.file, {name: value for name, value in content.items() if name not in OWN}
-    )
+    options, typed = parser.parse_known_args(argv)
+    content = _read(options.file)
+    model, data, output = (Path(content.pop(name)) for name in NEEDED)
+    epochs = float(content.pop("epochs", 1))
+    lines = train.flags_of_file(options.file, content)
     flags = merged(merged(DEFAULTS, lines), typed)
-    given = {
-        flag_of(flag): flags[at + 1 : at + 2]
-        for at, flag in enumerate(flags)
-        if flag.startswith("--")
-    }
+    settings = {}
+    for word, *values in groups(flags):
+        flag, _, value = word.partition("=")
+        settings[flag] = value or "".join(values[:1])
+
+    base = output / "base"
     if not (base / TRACKER).exists():
-        length = (
-            ["--seq-length", *given["--seq-length"]] if "--seq-length" in given else []
-        )
-        _step("convert", "import", model, "--save", base, *length)
+        words = ["import", model, "--save", base]
+        if "--seq-length" in settings:
+            words += ["--seq-length", settings["--seq-length"]]
+        _step("convert", *words)
+    prefix = output / "data"
     if not prefix.with_suffix(".idx").exists():
-        _step(
-            "preprocess",
-            "--task",
-            "sft",
-            "--input",
-            data,
-            "--output-prefix",
-            prefix,
-            "--tokenizer-model",
-            model,
-        )
-    if "--train-iters" not in given and "--train-samples" not in given:
-        samples = float(content.get("epochs", 1)) * indexed_dataset.divided(
-            str(prefix), False
-        )
-        if "--sft-packed" in given:  # about so many, by the tokens
-            own = shlex.split((base / "model_flags.txt").read_text())
-            length = int(
-                given.get("--seq-length", own[own.index("--seq-length") + 1 :])[0]
-            )
-            tokens = prefix.with_suffix(".bin").stat().st_size / 4
-            samples *= (
-                tokens / (length + 1) / indexed_dataset.divided(str(prefix), False)
-            )
-        flags += [
-            "--train-iters",
-            str(math.ceil(samples / int(given.get("--global-batch-size", ["1"])[0]))),
-        ]
-    start = (
-        ["--lora-base", base]
-        if "--lora-rank" in given
-        else ["--load", base, "--finetune"]
-    )
+        words = ["--task", "sft", "--input", data, "--output-prefix", prefix]
+        _step("preprocess", *words, "--tokenizer-model", model)
+    if "--train-iters" not in settings and "--train-samples" not in settings:
+        samples = epochs * _samples(prefix, base, settings)
+        batch = int(settings.get("--global-batch-size", "1"))
+        flags += ["--train-iters", str(math.ceil(samples / batch))]
+    run = output / "run"
+    adapters = "--lora-rank" in settings
+    start = ["--lora-base", base] if adapters else []
     if (run / TRACKER).exists():
-        start = [*(start if "--lora-rank" in given else []), "--load", run]
-    words = [
-        f"@{base / 'model_flags.txt'}",
-        *flags,
-        "--sft-data",
-        "--data-path",
-        prefix,
-        *start,
-        "--save",
-        run,
-    ]
-    if status := train.main(_shown("train", "gpt", *words)[1:], "megatron-2bw train"):
+        start += ["--load", run]
+    elif not adapters:
+        start += ["--load", base, "--finetune"]
+    files = ["--sft-data", "--data-path", prefix, *start, "--save", run]
+    words = ["train", "gpt", f"@{base / 'model_flags.txt'}", *flags, *files]
+    if status := train.main(_shown(*words)[1:], "megatron-2bw train"):
         return status
-    tuned = output / ("adapters" if "--lora-rank" in given else "model")
+    tuned = output / ("adapters" if adapters else "model")
     set_aside(tuned)
     _step("convert", "export", run, "--out", tuned, "--like", model)
     return 0
+
+
+def _read(file: Path) -> dict[str, object]:
+    """The lines of RUN.yaml; UserError if one is missing."""
+    lines = read_yaml(file)
+    content = {}
+    if isinstance(lines, dict):
+        for name, value in lines.items():
+            content[str(name).replace("_", "-")] = value
+    for name in NEEDED:
+        if not content.get(name):
+            raise UserError(
+                f"{file}: {name} is missing: give the lines of, for example, {EXAMPLE}"
+            )
+    return content
+
+
+def _samples(prefix: Path, base: Path, settings: dict[str, str]) -> float:
+    """The samples of an epoch; with --sft-packed about so many, by the tokens."""
+    if "--sft-packed" not in settings:
+        return indexed_dataset.divided(str(prefix), bert=False)
+    length = settings.get("--seq-length")
+    if length is None:
+        words = shlex.split((base / "model_flags.txt").read_text())
+        length = words[words.index("--seq-length") + 1]
+    tokens = prefix.with_suffix(".bin").stat().st_size / 4
+    return tokens / (int(length) + 1)
 
 
 def _shown(*words: object) -> list[str]:
@@ -130,7 +123,6 @@ def _shown(*words: object) -> list[str]:
 
 def _step(*words: object) -> None:
     """Run a command of this project in a process of its own."""
-    if status := subprocess.call(
-        [sys.executable, "-m", "megatron_2bw.cli", *_shown(*words)]
-    ):
+    command = [sys.executable, "-m", "megatron_2bw.cli", *_shown(*words)]
+    if status := subprocess.call(command):
         sys.exit(status)  # it has said why

@@ -15,6 +15,9 @@ import os
 import signal
 import subprocess
 import sys
+from argparse import Namespace
+from types import ModuleType
+from typing import Any
 
 from megatron_2bw.base.argv import expand_files
 from megatron_2bw.base.errors import UserError
@@ -35,47 +38,33 @@ def launch(task: str) -> None:
     `datasets_provider` and `forward_step`.
     """
     name = task.rpartition(".")[2]
-    # a shell that has started this rank may end before it
-    if under_torchrun := "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()
-    try:
-        sys.argv[1:] = expand_files(sys.argv[1:])
-        if (
-            line := quick_check.mistake(
-                sys.argv[1:], name, int(os.environ.get("WORLD_SIZE", "1"))
-            )
-            or shared_store()
-        ):
-            stop(line)
-    except UserError as error:
-        stop(str(error))
+    if _under_torchrun():
+        end_with_parent()  # a shell that has started this rank may end before it
+    _check_quickly(name)
     screen.begin(not {"--verbose", "-h", "--help"}.isdisjoint(sys.argv))
-    ours = parse.parse_early(sys.argv[1:], stop, name)
+    early = parse.parse_early(sys.argv[1:], stop, name)
     from megatron_2bw.mcore import cpu  # it imports torch
 
-    if ours.dry_run and ours.device != "cpu":
+    if early.dry_run and early.device != "cpu":
         cpu.judge_as_gpu()
-    elif cpu.wanted(ours.device):
+    elif cpu.wanted(early.device):
         # before Megatron is imported: some of its modules look for CUDA at import
         cpu.install()
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_2bw.mcore import install
 
-    args, runtime = parse.parse(ours, stop, quick_check.remember), None
+    args = parse.parse(early, stop, quick_check.remember)
     module = importlib.import_module(task)
+    runtime = None
     try:
         config = pretrain_cfg_container_from_args(args, module.model_config(args))
         if args.dry_run:
-            sizes = (
-                f"stages: {args.pipeline_model_parallel_size}, pipelines: "
-                f"{args.data_parallel_size}"
-            )
             device = "CPU ranks" if cpu.installed() else "GPUs"
             print(
-                f"> --dry-run: the run would start; {device}: {args.world_size}, {sizes}"
+                f"> --dry-run: the run would start; {device}: {args.world_size}, "
+                f"stages: {args.pipeline_model_parallel_size}, "
+                f"pipelines: {args.data_parallel_size}"
             )
             return
         if "MASTER_ADDR" not in os.environ:
@@ -83,42 +72,70 @@ def launch(task: str) -> None:
                 "the environment variable MASTER_ADDR is not set: start the processes with torchrun"
             )
         runtime = install(args)
-        output = screen.settle(args.save or args.tensorboard_dir or args.two_bw_trace)
+        output = screen.move_to(args.save or args.tensorboard_dir or args.two_bw_trace)
         if args.rank == 0:
             print(
                 f"> output: {output} has all that this rank prints (--verbose shows it)"
             )
         if args.exit_signal_handler:
             atexit.register(_end_loader_workers)
-            if under_torchrun:
+            if _under_torchrun():
                 end_with_parent(args.exit_signal)  # this rank saves then
-        try:
-            # of a task without a configuration
-            provider = getattr(module, "model_provider", None)
-            pretrain(
-                config,
-                module.datasets_provider,
-                ModelType.encoder_or_decoder,
-                module.forward_step,
-                provider,
-            )
-        # Megatron exits so before the last iteration, and after errors that it prints
-        except SystemExit as end:
-            if end.code:
-                raise
-            if not hasattr(args, "curr_iteration") and not args.ckpt_convert_format:
-                stop(f"Megatron ended the run: {output} has its line")
-        _merge_trace(args, runtime)
+        _pretrain(args, config, module, output)
+        if args.two_bw_trace is not None:
+            _merge_trace(args, runtime)
     except Exception as error:
-        # training has begun
-        if hasattr(args, "curr_iteration") or exits.is_peer_failure(error):
-            log = getattr(runtime, "log", None)
-            # else a line needs the other ranks
-            alone = args.timing_log_level == 0 and not args.log_energy
-            exits.leave(error, log.flush if log is not None and alone else None)
-        screen.record(error)
-        # errors that Megatron finds while it builds the model and the data
-        stop(parse.explain(error))
+        _end(error, args, runtime)
+
+
+def _under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _check_quickly(name: str) -> None:
+    """Stop at a mistake that needs no torch to be seen; expands the files of argv."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        sys.argv[1:] = expand_files(sys.argv[1:])
+        line = quick_check.mistake(sys.argv[1:], name, ranks) or shared_store()
+    except UserError as error:
+        line = str(error)
+    if line:
+        stop(line)
+
+
+def _pretrain(args: Namespace, config: Any, module: ModuleType, output: str) -> None:
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+
+    try:
+        pretrain(
+            config,
+            module.datasets_provider,
+            ModelType.encoder_or_decoder,
+            module.forward_step,
+            # of a task without a configuration
+            getattr(module, "model_provider", None),
+        )
+    # Megatron exits so before the last iteration, and after errors that it prints
+    except SystemExit as end:
+        if end.code:
+            raise
+        if not hasattr(args, "curr_iteration") and not args.ckpt_convert_format:
+            stop(f"Megatron ended the run: {output} has its line")
+
+
+def _end(error: Exception, args: Namespace, runtime: Any) -> None:
+    """End this rank after an exception."""
+    # training has begun
+    if hasattr(args, "curr_iteration") or exits.is_peer_failure(error):
+        log = getattr(runtime, "log", None)
+        # else a line needs the other ranks
+        alone = args.timing_log_level == 0 and not args.log_energy
+        exits.leave(error, log.flush if log is not None and alone else None)
+    screen.record(error)
+    # errors that Megatron finds while it builds the model and the data
+    stop(parse.explain(error))
 
 
 def _end_loader_workers() -> None:
@@ -132,11 +149,9 @@ def _end_loader_workers() -> None:
             child.kill()
 
 
-def _merge_trace(args, runtime) -> None:
-    """With --two-bw-trace: after all stages have written their files, join and draw
+def _merge_trace(args: Namespace, runtime: Any) -> None:
+    """After all stages have written their files of --two-bw-trace, join and draw
     them."""
-    if args.two_bw_trace is None:
-        return
     import torch.distributed as dist
 
     runtime.close_trace()
@@ -147,5 +162,5 @@ def _merge_trace(args, runtime) -> None:
         command = [sys.executable, "-m", TRACE, str(args.two_bw_trace)]
         merged = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if merged.returncode == 0:
-            files = " and ".join(merged.stdout.split("\n")[:-1])
+            files = " and ".join(merged.stdout.splitlines())
             print(f"> --two-bw-trace: wrote {files}", flush=True)

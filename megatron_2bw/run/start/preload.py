@@ -44,24 +44,24 @@ with contextlib.suppress(ModuleNotFoundError):
 
 # A run makes these parsers, Megatron's twice, and looks for plugins of
 # torch.distributed: a rank finds them made.
-arguments, add = (
-    megatron.training.arguments,
-    megatron.training.arguments.add_megatron_arguments,
-)
-parsers = [add(argparse.ArgumentParser(allow_abbrev=False)) for _ in range(2)]
+add_arguments = megatron.training.arguments.add_megatron_arguments
+parsers = []
+for _ in range(2):
+    parsers.append(add_arguments(argparse.ArgumentParser(allow_abbrev=False)))
 
 
-def add_made(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    found = parsers.pop() if parsers else add(parser)
+def ready_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    ready = parsers.pop() if parsers else add_arguments(parser)
     # which Megatron reads when it makes one
-    found.set_defaults(local_rank=int(os.environ.get("LOCAL_RANK", "0")))
-    return found
+    ready.set_defaults(local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    return ready
 
 
-arguments.add_megatron_arguments = add_made
+megatron.training.arguments.add_megatron_arguments = ready_parser
 quick_check.remember(parsers[0])
 quick_check.table.cache_clear()
-quick_check.parser_of("gpt", "megatron"), quick_check.parser_of("gpt", "2bw")
+for schedule in ("megatron", "2bw"):
+    quick_check.parser_of("gpt", schedule)
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 importlib.metadata.entry_points(group="torch.distributed.backends")
 # documents; building the index of 100,000 costs a second a run

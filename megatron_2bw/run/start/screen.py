@@ -31,14 +31,16 @@ SHOWN = re.compile(
 )
 # An iteration's line on a terminal: other names for its fields, and "" for those that
 # only the file has.
-SHORT = dict.fromkeys(("consumed samples", "global batch size", "tokens"), "")
-SHORT |= {
+SHORT = {
+    "consumed samples": "",
+    "global batch size": "",
+    "tokens": "",
     "lm loss": "loss",
     "learning rate": "lr",
     "elapsed time per iteration (ms)": "ms",
-}
-SHORT |= {"peak memory by stage (GiB)": "GiB"} | {
-    f"number of {name} iterations": name for name in ("skipped", "nan")
+    "peak memory by stage (GiB)": "GiB",
+    "number of skipped iterations": "skipped",
+    "number of nan iterations": "nan",
 }
 _record: Any = None  # this rank's open file
 
@@ -48,7 +50,8 @@ class _Stream:
     (verbose: all) also to the screen."""
 
     def __init__(self, screen: int, verbose: bool):
-        self._screen, self._verbose = screen, verbose
+        self._screen = screen
+        self._verbose = verbose
         self._short = os.isatty(screen) and not verbose
         self._begun: dict[int, str] = {}  # the line that a thread has begun
 
@@ -59,11 +62,13 @@ class _Stream:
         with suppress(OSError):
             _record.write(text)
         thread = threading.get_ident()
-        *lines, self._begun[thread] = (self._begun.get(thread, "") + text).split("\n")
-        lines = [line for line in lines if self._verbose or SHOWN.match(line)]
-        if shown := "".join(
-            f"{for_terminal(line) if self._short else line}\n" for line in lines
-        ):
+        *lines, begun = (self._begun.get(thread, "") + text).split("\n")
+        self._begun[thread] = begun
+        shown = ""
+        for line in lines:
+            if self._verbose or SHOWN.match(line):
+                shown += (for_terminal(line) if self._short else line) + "\n"
+        if shown:
             with suppress(OSError):  # a full disk, or the reader of a pipe has ended
                 os.write(self._screen, shown.encode(errors="backslashreplace"))
         return len(text)
@@ -76,25 +81,26 @@ class _Stream:
 def for_terminal(line: str) -> str:
     """An iteration's line with the loss first, short numbers, and no counts of 0; any
     other line as it is."""
-    for step in run_log.training(line):
-        words = [f" iteration {step.iteration:{len(str(step.planned))}}/{step.planned}"]
-        for name in sorted(step.fields, key=lambda name: not name.endswith("loss")):
-            text, short = step.fields[name], SHORT.get(name, name)
-            if re.fullmatch(r"[\d.]+E[+-]\d+", text):
-                text = f"{float(text):{'#.4g' if name.endswith('loss') else '.4g'}}"
-            text = max(text.split(), key=float) if short == "GiB" else text
-            if (
-                short
-                and step.fields[name] != "0"
-                and (name, text) != ("loss scale", "1.0")
-            ):
-                words.append(f"{short} {text}")
-        line = " | ".join(words)
-    return line
+    step = next(run_log.training(line), None)
+    if step is None:
+        return line
+    iteration = str(step.iteration).rjust(len(str(step.planned)))
+    words = [f" iteration {iteration}/{step.planned}"]
+    losses = [name for name in step.fields if name.endswith("loss")]
+    for name in dict.fromkeys([*losses, *step.fields]):
+        text = step.fields[name]
+        short = SHORT.get(name, name)
+        if re.fullmatch(r"[\d.]+E[+-]\d+", text):
+            text = format(float(text), "#.4g" if name in losses else ".4g")
+        if short == "GiB":
+            text = max(text.split(), key=float)
+        if short and step.fields[name] != "0" and (name, text) != ("loss scale", "1.0"):
+            words.append(f"{short} {text}")
+    return " | ".join(words)
 
 
 def begin(verbose: bool) -> None:
-    """From now on this rank prints so; to a temporary file until `settle`."""
+    """From now on this rank prints so; to a temporary file until `move_to`."""
     global _record
     _record = _opened(tempfile.mkstemp(f"_{_name()}", "megatron_2bw_")[1])
     for number, name in ((1, "stdout"), (2, "stderr")):
@@ -105,14 +111,15 @@ def begin(verbose: bool) -> None:
         setattr(sys, name, _Stream(screen, verbose))
 
 
-def settle(folder: str | os.PathLike | None) -> str:
-    """Move to a file in the run's folder, if it has one; the file's name."""
+def move_to(folder: str | os.PathLike | None) -> str:
+    """Move the record to a file in the run's folder, if it has one; the file's name."""
     global _record
     if folder and "://" not in str(folder):
         with suppress(OSError):  # the run reports later what is wrong with its folder
             path = Path(folder, "output", _name())
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary, _record = _record, _opened(path)
+            temporary = _record
+            _record = _opened(path)
             for number in (1, 2):
                 os.dup2(_record.fileno(), number)
             _record.write(Path(temporary.name).read_text(errors="backslashreplace"))

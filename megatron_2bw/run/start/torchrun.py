@@ -27,20 +27,14 @@ def torchrun(
     """The command line up to the flags of the entry script of `task`, or of another
     script.
 
-    ranks: on this host options: of torchrun. Without any, this host alone; other runs
-    on the machine do not disturb it.
+    ranks    on this host
+    options  of torchrun; without any, this host alone: other runs on the machine do not
+             disturb it
     """
     script = script or ROOT / f"pretrain_{task}_2bw.py"
     options = options or ("--standalone", "--local-addr", "127.0.0.1")
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *options,
-        "--nproc-per-node",
-        str(ranks),
-        str(script),
-    ]
+    module = [sys.executable, "-m", "torch.distributed.run"]
+    return [*module, *options, "--nproc-per-node", str(ranks), str(script)]
 
 
 def run_ranks(prog: str, command: Sequence[str]) -> int:
@@ -78,11 +72,8 @@ def run_ranks(prog: str, command: Sequence[str]) -> int:
 def environment(**more: str) -> dict[str, str]:
     """A core for each rank, no list of missing libraries, OWN_STORES; what the user has
     set stays."""
-    return (
-        {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", OWN_STORES: "1"}
-        | os.environ
-        | more
-    )
+    defaults = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", OWN_STORES: "1"}
+    return defaults | os.environ | more
 
 
 def shared_store() -> str | None:
@@ -102,21 +93,23 @@ def start(
 ) -> subprocess.Popen[str]:
     """Start a command in a session of its own, without input; its errors also go to
     `stdout`, as text."""
-    text = {
-        "text": True,
-        "errors": "replace",
-        "stdin": subprocess.DEVNULL,
-        "stderr": subprocess.STDOUT,
-    }
-    options = (
-        {"env": environment(), "start_new_session": True, "stdout": stdout}
-        | text
-        | options
+    options.setdefault("env", environment())
+    options.setdefault("stderr", subprocess.STDOUT)
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        start_new_session=True,
+        text=True,
+        errors="replace",
+        **options,
     )
-    return subprocess.Popen(command, **options)
 
 
 def log_interval(iterations: int) -> int:
     """At most 10, and a divisor: Megatron logs no line after the last whole
     interval."""
-    return max(interval for interval in range(1, 11) if iterations % interval == 0)
+    interval = 10
+    while iterations % interval:
+        interval -= 1
+    return interval

@@ -9,6 +9,7 @@ stage reads the data, since every layer needs the padding mask.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core import mpu
@@ -47,22 +48,12 @@ def model_provider(
 ) -> BertModel:
     """This stage of the model, of Megatron's local layers or Transformer Engine's."""
     args = get_args()
-    if args.spec == ["local"] or args.spec is None and args.transformer_impl == "local":
-        layer = bert_layer_local_spec
-    elif args.spec is not None:
-        layer = import_module(args.spec)
-    else:
-        layer = get_bert_layer_with_transformer_engine_spec()
-    place = dict(
-        pre_process=pre_process,
-        post_process=post_process,
-        vp_stage=vp_stage,
-        pg_collection=pg_collection,
-    )
+    if config is None:
+        config = core_transformer_config_from_args(args)
+        common.apply_dropped_flags(config, args)
     model = BertModel(
-        config=config
-        or common.apply_dropped_flags(core_transformer_config_from_args(args), args),
-        transformer_layer_spec=layer,
+        config=config,
+        transformer_layer_spec=_layer(args),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         num_tokentypes=2 if args.bert_binary_head else 0,
@@ -72,11 +63,24 @@ def model_provider(
         rotary_percent=args.rotary_percent,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         parallel_output=True,
-        **place,
+        pre_process=pre_process,
+        post_process=post_process,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
     )
     if post_process and args.openai_gelu:
         model.lm_head.gelu = common.TANH_GELU  # Megatron's is always exact
-    return lora.adapted([model])[0] if args.lora_rank else model
+    if args.lora_rank:
+        lora.adapted([model])
+    return model
+
+
+def _layer(args) -> Any:
+    if args.spec not in (None, ["local"]):
+        return import_module(args.spec)
+    if args.spec is not None or args.transformer_impl == "local":
+        return bert_layer_local_spec
+    return get_bert_layer_with_transformer_engine_spec()
 
 
 def forward_step(data_iterator, model):
@@ -86,9 +90,10 @@ def forward_step(data_iterator, model):
     losses [microbatch, sequence] and the binary head's logits [microbatch, 2] or None;
     and the function that turns these into Megatron's loss triple.
     """
-    get_timers()("batch-generator", log_level=2).start()
+    timer = get_timers()("batch-generator", log_level=2)
+    timer.start()
     batch = get_batch(data_iterator, model.training)
-    get_timers()("batch-generator").stop()
+    timer.stop()
     types = batch["types"] if get_args().bert_binary_head else None
     output = model(
         batch["text"],
@@ -106,30 +111,31 @@ def get_batch(data_iterator, training: bool = True) -> dict[str, torch.Tensor | 
     # of any chunk, if stages are interleaved
     ends = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
     names = FIELDS if ends else FIELDS[:1]
-    size = common.micro_batch_size(args, training)
-    parts = None
+    parts: list[torch.Tensor] = []
     if mpu.get_tensor_model_parallel_rank() == 0:
         fields = next(data_iterator)
-        parts = [fields[name] for name in names] + [fields["is_random"].view(-1, 1)]
-        parts = [part.cuda(non_blocking=True) for part in parts]
+        fields["is_random"] = fields["is_random"].view(-1, 1)
+        for name in (*names, "is_random"):
+            parts.append(fields[name].cuda(non_blocking=True))
     if mpu.get_tensor_model_parallel_world_size() > 1:
-        parts = _from_first_tensor_rank(
-            parts, [args.seq_length] * len(names) + [1], size
-        )
-    batch = dict.fromkeys(FIELDS) | dict(zip(names, parts))
-    return batch | {"is_random": parts[-1].view(-1)}
+        widths = [args.seq_length] * len(names) + [1]
+        size = common.micro_batch_size(args, training)
+        parts = _from_first_tensor_rank(parts, widths, size)
+    batch: dict[str, torch.Tensor | None] = dict.fromkeys(FIELDS)
+    batch.update(zip(names, parts))
+    batch["is_random"] = parts[-1].view(-1)
+    return batch
 
 
 def _from_first_tensor_rank(
-    parts: list[torch.Tensor] | None, widths: list[int], size: int
+    parts: list[torch.Tensor], widths: list[int], size: int
 ) -> list[torch.Tensor]:
     """The parts, [size, width] each, on all tensor ranks: one message."""
-    if parts is not None:
+    if parts:
         message = torch.cat(parts, dim=1)
     else:
-        message = torch.empty(
-            size, sum(widths), dtype=torch.int64, device=torch.cuda.current_device()
-        )
+        device = torch.cuda.current_device()
+        message = torch.empty(size, sum(widths), dtype=torch.int64, device=device)
     torch.distributed.broadcast(
         message,
         mpu.get_tensor_model_parallel_src_rank(),
@@ -172,12 +178,11 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None):
     # With --eval-iters 0 Megatron asks for 0 samples; this dataset would be empty,
     # which Megatron's loader refuses.
     samples = [count if count is None else max(count, 1) for count in samples]
-    return common.build_datasets(
-        kind,
-        samples,
-        lambda: mpu.get_tensor_model_parallel_rank() == 0,
-        dataset_config(args),
-    )
+    return common.build_datasets(kind, samples, _builds_datasets, dataset_config(args))
+
+
+def _builds_datasets() -> bool:
+    return mpu.get_tensor_model_parallel_rank() == 0
 
 
 datasets_provider.is_distributed = True  # Megatron calls it on every rank

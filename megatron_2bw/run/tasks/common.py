@@ -54,7 +54,8 @@ class LossCheck:
     def check(self, total: torch.Tensor) -> None:
         """`total` is the loss of a microbatch, a scalar. RuntimeError of Megatron's,
         which names the iteration."""
-        args, machine = get_args(), get_rerun_state_machine()
+        args = get_args()
+        machine = get_rerun_state_machine()
         if args.check_for_nan_in_loss_and_grad and args.rerun_mode == "disabled":
             # Megatron 0.19's number is one more than that of the log's next line;
             # messages add one to either.
@@ -65,7 +66,7 @@ class LossCheck:
             finite = torch.isfinite(total.detach()).to("cpu", non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-            self._unread = total.detach(), finite, copied
+            self._unread = (total.detach(), finite, copied)
             self._seen = (self._seen + total.requires_grad) % get_num_microbatches()
             # in an evaluation, or the last one
             if not total.requires_grad or self._seen == 0:
@@ -77,32 +78,28 @@ class LossCheck:
             spiky = partial(
                 machine.is_unexpectedly_large, threshold=SPIKE, context="loss"
             )
-            machine.validate_result(
-                total,
-                rejection_func=spiky,
-                message="Spiky loss",
-                tolerance=0.0,
-                fatal=False,
-            )
+            _validate(total, spiky, "Spiky loss", fatal=False)
 
     def _read(self) -> None:
-        if self._unread is not None:
-            (total, finite, copied), self._unread = self._unread, None
-            copied.synchronize()
-            if not finite:
-                _stop_at_nan(total)
+        if self._unread is None:
+            return
+        total, finite, copied = self._unread
+        self._unread = None
+        copied.synchronize()
+        if not finite:
+            _stop_at_nan(total)
 
 
 def _stop_at_nan(total: torch.Tensor) -> None:
-    for rejected, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-        words = dict(
-            message=f"found {name} in local forward loss calculation",
-            tolerance=0.0,
-            fatal=True,
-        )
-        get_rerun_state_machine().validate_result(
-            total, rejection_func=rejected, **words
-        )
+    where = "in local forward loss calculation"
+    _validate(total, torch.isnan, f"found NaN {where}", fatal=True)
+    _validate(total, torch.isinf, f"found Inf {where}", fatal=True)
+
+
+def _validate(total: torch.Tensor, rejects: Callable, text: str, fatal: bool) -> None:
+    get_rerun_state_machine().validate_result(
+        total, rejection_func=rejects, message=text, tolerance=0.0, fatal=fatal
+    )
 
 
 def masked_sum(
@@ -122,31 +119,23 @@ def report(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
 
 def micro_batch_size(args, training: bool) -> int:
     """Samples per microbatch; an evaluation may have another number."""
-    return (
-        args.micro_batch_size
-        if training
-        else args.eval_micro_batch_size or args.micro_batch_size
-    )
+    if training:
+        return args.micro_batch_size
+    return args.eval_micro_batch_size or args.micro_batch_size
 
 
-def dataset_config(kind: type, args: Any, **more: Any) -> Any:
+def dataset_config(kind: type, args: Any, **options: Any) -> Any:
     """Megatron's configuration of a `kind` of datasets, whose fields have the names of
-    its flags, or are in `more`."""
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
-    same = {
-        field.name: getattr(args, field.name)
-        for field in fields(kind)
-        if hasattr(args, field.name)
-    }
-    own = dict(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        tokenizer=get_tokenizer(),
-    )
-    own |= dict(
-        blend=blend, blend_per_split=blend_per_split, path_to_cache=args.data_cache_path
-    )
-    return kind(**same | own | more)
+    its flags, or are in `options`."""
+    for field in fields(kind):
+        if hasattr(args, field.name):
+            options.setdefault(field.name, getattr(args, field.name))
+    options["blend"], options["blend_per_split"] = get_blend_and_blend_per_split(args)
+    options["random_seed"] = args.seed
+    options["sequence_length"] = args.seq_length
+    options["tokenizer"] = get_tokenizer()
+    options["path_to_cache"] = args.data_cache_path
+    return kind(**options)
 
 
 def build_datasets(

@@ -59,15 +59,17 @@ def forward_step(data_iterator, model):
     losses [microbatch, sequence], and the function that turns the losses into
     Megatron's loss triple.
     """
-    get_timers()("batch-generator", log_level=2).start()
+    timer = get_timers()("batch-generator", log_level=2)
+    timer.start()
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
     tokens, labels, loss_mask, attention_mask, position_ids = get_batch(
         data_iterator, model.training, vp_stage
     )
-    get_timers()("batch-generator").stop()
+    timer.stop()
     borders = {}
     if get_args().sft_packed and get_args().transformer_impl != "local":
-        attention_mask, borders = None, {"packed_seq_params": packed(position_ids)}
+        attention_mask = None
+        borders["packed_seq_params"] = packed(position_ids)
     output = model(
         tokens,
         position_ids,
@@ -83,14 +85,13 @@ def packed(position_ids: torch.Tensor) -> PackedSeqParams:
     """Where the conversations of one sample, [1, sequence], begin and end, for
     Transformer Engine's attention."""
     starts = (position_ids[0] == 0).nonzero().flatten()
-    ends = torch.cat([starts, starts.new_tensor([position_ids.numel()])]).to(
-        torch.int32
-    )
+    end = starts.new_tensor([position_ids.numel()])
+    borders = torch.cat([starts, end]).to(torch.int32)
     longest = int(position_ids.max()) + 1
     return PackedSeqParams(
         "thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
+        cu_seqlens_q=borders,
+        cu_seqlens_kv=borders,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
@@ -104,17 +105,18 @@ def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None)
     stages.
     """
     args = get_args()
-    last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-    first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage) or (
-        args.sft_packed and not last
-    )
+    place = dict(ignore_virtual=False, vp_stage=vp_stage)
+    last = mpu.is_pipeline_last_stage(**place)
+    # each stage needs the borders of packed conversations
+    needs_tokens = args.sft_packed and not last
+    first = mpu.is_pipeline_first_stage(**place) or needs_tokens
     if not (first or last):
         return (None,) * len(FIELDS)
     batch = {}
     if mpu.get_tensor_model_parallel_rank() == 0:
-        fields = next(data_iterator)
-        batch = {key: value.cuda(non_blocking=True) for key, value in fields.items()}
-        batch.setdefault("attention_mask", None)
+        batch["attention_mask"] = None
+        for key, value in next(data_iterator).items():
+            batch[key] = value.cuda(non_blocking=True)
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=False,
@@ -154,22 +156,28 @@ def loss(loss_mask: torch.Tensor, losses: torch.Tensor):
 def datasets_provider(samples: list[int], vp_stage: int | None = None):
     """Training, validation and test datasets with at least `samples` samples each."""
     args = get_args()
-    kind = (
-        MockGPTDataset
-        if args.mock_data
-        else GPTFIMDataset
-        if args.fim_data
-        else GPTDataset
+    return common.build_datasets(
+        _dataset_class(args), samples, _builds_datasets, dataset_config(args)
     )
-    kind = (
-        PackedSFTDataset if args.sft_packed else SFTDataset if args.sft_data else kind
+
+
+def _dataset_class(args) -> type:
+    if args.sft_packed:
+        return PackedSFTDataset
+    if args.sft_data:
+        return SFTDataset
+    if args.mock_data:
+        return MockGPTDataset
+    return GPTFIMDataset if args.fim_data else GPTDataset
+
+
+def _builds_datasets() -> bool:
+    reads = (
+        mpu.is_pipeline_first_stage()
+        or mpu.is_pipeline_last_stage()
+        or get_args().sft_packed  # it has the masks
     )
-    # or has masks
-    at_an_end = (
-        mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage() or args.sft_packed
-    )
-    builds = at_an_end and mpu.get_tensor_model_parallel_rank() == 0
-    return common.build_datasets(kind, samples, lambda: builds, dataset_config(args))
+    return reads and mpu.get_tensor_model_parallel_rank() == 0
 
 
 datasets_provider.is_distributed = True  # Megatron calls it on every rank
@@ -177,21 +185,19 @@ datasets_provider.is_distributed = True  # Megatron calls it on every rank
 
 def dataset_config(args) -> GPTDatasetConfig:
     """Megatron's dataset configuration from its own flags."""
-    sequences = args.per_dataset_sequences_path
     options: dict[str, Any] = dict(
         create_attention_mask=args.create_attention_mask_in_dataloader,
         fast_cache_load=args.dataloader_fast_cache_load,
-        sequences_per_dataset=None
-        if sequences is None
-        else json.loads(Path(sequences).read_text()),
         defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
     )
+    if args.per_dataset_sequences_path is not None:
+        text = Path(args.per_dataset_sequences_path).read_text()
+        options["sequences_per_dataset"] = json.loads(text)
     if not args.fim_data:
         return common.dataset_config(GPTDatasetConfig, args, **options)
-    tokens = {
-        name: getattr(args, f"fim_{name}_token")
-        for name in ("prefix", "middle", "suffix", "pad", "eod")
-    }
+    tokens = {}
+    for name in ("prefix", "middle", "suffix", "pad", "eod"):
+        tokens[name] = getattr(args, f"fim_{name}_token")
     return common.dataset_config(
         GPTFIMDatasetConfig, args, fim_extra_tokens=tokens, **options
     )

@@ -44,26 +44,27 @@ def _halves(config: Any, experts: int | None = None) -> TransformerLayerSubmodul
 def local_stack(config: Any) -> ModuleSpec:
     """The specification of the layers, for Megatron's configuration of a
     transformer."""
-    dense, routed = _halves(config), _halves(config, config.num_moe_experts)
-    attention = dict(
-        input_layernorm=dense.input_layernorm, self_attention=dense.self_attention
-    )
-    mlp = dict(pre_mlp_layernorm=dense.pre_mlp_layernorm, mlp_bda=dense.mlp_bda)
+    dense = _halves(config)
+    routed = _halves(config, config.num_moe_experts)
 
-    def layer(module: type, **parts: Any) -> ModuleSpec:
-        names = dense.sharded_state_dict_keys_map
-        return ModuleSpec(
-            module=module,
-            submodules=TransformerLayerSubmodules(
-                **parts, sharded_state_dict_keys_map=names
-            ),
+    def mlp_layer(module: type, mlp: Any) -> ModuleSpec:
+        parts = TransformerLayerSubmodules(
+            pre_mlp_layernorm=dense.pre_mlp_layernorm,
+            mlp=mlp,
+            mlp_bda=dense.mlp_bda,
+            sharded_state_dict_keys_map=dense.sharded_state_dict_keys_map,
         )
+        return ModuleSpec(module=module, submodules=parts)
 
+    attention = TransformerLayerSubmodules(
+        input_layernorm=dense.input_layernorm,
+        self_attention=dense.self_attention,
+        self_attn_bda=dense.self_attn_bda,
+        sharded_state_dict_keys_map=dense.sharded_state_dict_keys_map,
+    )
     layers = HybridStackSubmodules(
-        attention_layer=layer(
-            TransformerLayer, **attention, self_attn_bda=dense.self_attn_bda
-        ),
-        mlp_layer=layer(MLPLayer, **mlp, mlp=dense.mlp),
-        moe_layer=layer(MoETransformerLayer, **mlp, mlp=routed.mlp),
+        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+        mlp_layer=mlp_layer(MLPLayer, dense.mlp),
+        moe_layer=mlp_layer(MoETransformerLayer, routed.mlp),
     )
     return ModuleSpec(module=LocalStack, submodules=layers)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -33,11 +33,12 @@ from megatron_2bw.run.flags.project_flags import ADAPTER
 
 
 class Adapter(torch.nn.Module):
-    """Of one linear layer: A [rank, inputs], B [outputs, rank], split over
+    """The adapter of one linear layer: A [rank, inputs], B [outputs, rank], split over
     tensor-parallel ranks as the layer is.
 
-    columns: whether the layer's outputs are split, and not its inputs name: of the
-    layer in the whole model, from which A is drawn: it depends on no parallel size
+    columns  whether the layer's outputs are split, and not its inputs
+    name     of the layer in the whole model, from which A is drawn: it depends on no
+             parallel size
     """
 
     def __init__(
@@ -50,25 +51,21 @@ class Adapter(torch.nn.Module):
     ):
         super().__init__()
         outputs, inputs = linear.weight.shape
-        self.columns, self.scale, self.config = (
-            columns,
-            args.lora_alpha / args.lora_rank,
-            config,
-        )
+        self.columns = columns
+        self.scale = args.lora_alpha / args.lora_rank
+        self.config = config
         self.gated = config.gated_linear_unit and name.endswith("linear_fc1")
-        new = dict(dtype=linear.weight.dtype, device=linear.weight.device)
-        self.a = torch.nn.Parameter(torch.empty(args.lora_rank, inputs, **new))
-        self.b = torch.nn.Parameter(torch.zeros(outputs, args.lora_rank, **new))
+        new = linear.weight.new_zeros
+        self.a = torch.nn.Parameter(new(args.lora_rank, inputs))
+        self.b = torch.nn.Parameter(new(outputs, args.lora_rank))
         parts = 1 if columns else parallel_state.get_tensor_model_parallel_world_size()
-        generator = torch.Generator().manual_seed(
-            zlib.crc32(f"{args.seed} {name}".encode())
-        )
+        rank = 0 if columns else parallel_state.get_tensor_model_parallel_rank()
+        generator = torch.Generator()
+        generator.manual_seed(zlib.crc32(f"{args.seed} {name}".encode()))
         bound = (inputs * parts) ** -0.5
-        whole = torch.empty(args.lora_rank, inputs * parts).uniform_(
-            -bound, bound, generator=generator
-        )
-        rank = parallel_state.get_tensor_model_parallel_rank() if parts > 1 else 0
-        self.a.data.copy_(whole.chunk(parts, dim=1)[rank])
+        matrix = torch.empty(args.lora_rank, inputs * parts)
+        matrix.uniform_(-bound, bound, generator=generator)
+        self.a.data.copy_(matrix.chunk(parts, dim=1)[rank])
         set_tensor_model_parallel_attributes(self.a, not columns, 1, 1)
         set_tensor_model_parallel_attributes(self.b, columns, 0, 1)
         # Of the whole one each rank sees a part of the sequence; Megatron adds the
@@ -90,37 +87,39 @@ class Adapter(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """As Megatron's modules have it."""
+        """The method of this name of Megatron's modules."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        groups = (
-            parallel_state.get_tensor_model_parallel_group(),
-            metadata["dp_cp_group"],
-        )
-        own = self.state_dict(prefix="", keep_vars=True)
-        split = {"b": 0} if self.columns else {"a": 1}
-        places = dict(tp_group=groups[0], dp_cp_group=groups[1])
-        found = make_sharded_tensors_for_checkpoint(
-            own, prefix, split, sharded_offsets, **places
+        tensor_parallel = parallel_state.get_tensor_model_parallel_group()
+        data_parallel = metadata["dp_cp_group"]
+        state = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"b": 0} if self.columns else {"a": 1},
+            sharded_offsets,
+            tp_group=tensor_parallel,
+            dp_cp_group=data_parallel,
         )
         if self.gated:  # its rows are those of two matrices
-            singleton = metadata.get("singleton_local_shards", False)
-            found[f"{prefix}b"] = apply_swiglu_sharded_factory(
-                found[f"{prefix}b"], sharded_offsets, singleton, *groups
+            state[f"{prefix}b"] = apply_swiglu_sharded_factory(
+                state[f"{prefix}b"],
+                sharded_offsets,
+                metadata.get("singleton_local_shards", False),
+                tensor_parallel,
+                data_parallel,
             )
-        return found
+        return state
 
 
 def _add(
     adapter: Adapter, linear: torch.nn.Module, inputs: tuple, output: tuple
 ) -> tuple:
     """A forward hook of the layer; Megatron's layers return the output and the bias."""
-    x, config = inputs[0], adapter.config
+    x = inputs[0]
+    config = adapter.config
     # Transformer Engine's has the norm in it
     if (weight := getattr(linear, "layer_norm_weight", None)) is not None:
-        weight, epsilon = (
-            weight + config.layernorm_zero_centered_gamma,
-            config.layernorm_epsilon,
-        )
+        weight = weight + config.layernorm_zero_centered_gamma
+        epsilon = config.layernorm_epsilon
         if config.normalization == "RMSNorm":
             x = F.rms_norm(x, weight.shape, weight, epsilon)
         else:
@@ -136,45 +135,22 @@ def adapt(model: torch.nn.Module, args: argparse.Namespace) -> None:
     layers = [
         layer for layer in model.modules() if isinstance(layer, BaseTransformerLayer)
     ]
-    parents = [
-        (layer.layer_number, *found)
-        for layer in layers
-        for found in layer.named_modules()
-    ]
-    for number, path, parent in parents:
-        for target in args.lora_targets:
-            linear = getattr(parent, target, None)
-            if linear is not None and ".experts." not in f".{path}.":
-                columns = target in ("linear_qkv", "linear_fc1")
-                adapter = Adapter(
-                    linear, columns, f"{number}.{path}.{target}", model.config, args
-                )
-                parent.add_module(target + ADAPTER, adapter)
-                linear.register_forward_hook(partial(_add, adapter))
+    for layer in layers:
+        # adapters are added on the way
+        for path, parent in [*layer.named_modules()]:
+            if ".experts." not in f".{path}.":
+                _adapt(parent, f"{layer.layer_number}.{path}", model.config, args)
     model.config.moe_router_bias_update_rate = 0  # experts' biases are the base's, too
     # a recomputed layer has gradients only if its input asks for one
     if model.pre_process:
-        model.embedding.register_forward_hook(
-            lambda _, inputs, output: output.requires_grad_(torch.is_grad_enabled())
-        )
-    sharded, whole, load = (
-        model.sharded_state_dict,
-        model.state_dict_for_save_checkpoint,
-        model.load_state_dict,
-    )
-    model.sharded_state_dict = lambda *given, **named: _adapters(
-        sharded(*given, **named)
-    )
-    model.state_dict_for_save_checkpoint = lambda *given, **named: _adapters(
-        whole(*given, **named)
-    )
+        model.embedding.register_forward_hook(_ask_for_gradients)
+    load = model.load_state_dict
     model.load_state_dict = lambda state, strict=True: load(state, strict=False)
+    for name in ("sharded_state_dict", "state_dict_for_save_checkpoint"):
+        setattr(model, name, partial(_adapters_of, getattr(model, name)))
     trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    if (
-        not trained
-        and args.save
-        and (model.pre_process or args.use_distributed_optimizer)
-    ):
+    needed = args.save and (model.pre_process or args.use_distributed_optimizer)
+    if needed and not trained:
         raise UserError(
             "--lora-targets: Megatron cannot save a stage without adapters: add "
             "a target that each stage has"
@@ -185,7 +161,26 @@ def adapt(model: torch.nn.Module, args: argparse.Namespace) -> None:
     )
 
 
-def _adapters(state: dict[str, Any]) -> dict[str, Any]:
+def _adapt(
+    parent: torch.nn.Module, name: str, config: Any, args: argparse.Namespace
+) -> None:
+    """Put adapters beside the linear layers of a module of this name."""
+    for target in args.lora_targets:
+        linear = getattr(parent, target, None)
+        if linear is not None:
+            columns = target in ("linear_qkv", "linear_fc1")
+            adapter = Adapter(linear, columns, f"{name}.{target}", config, args)
+            parent.add_module(target + ADAPTER, adapter)
+            linear.register_forward_hook(partial(_add, adapter))
+
+
+def _ask_for_gradients(module: Any, inputs: tuple, output: torch.Tensor) -> None:
+    output.requires_grad_(torch.is_grad_enabled())
+
+
+def _adapters_of(state_dict: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The adapters of a state dict of the model."""
+    state = state_dict(*args, **kwargs)
     return {name: value for name, value in state.items() if f"{ADAPTER}." in name}
 
 
@@ -204,18 +199,18 @@ def adapted(models: list) -> list:
 @contextlib.contextmanager
 def _as_base(args: argparse.Namespace) -> Iterator[None]:
     """Inside, a checkpoint is loaded for its weights alone, and must be there."""
-    others = dict(
+    settings = dict(
         finetune=True,
         ckpt_step=None,
         pretrained_checkpoint=None,
         exit_on_missing_checkpoint=True,
+        ckpt_format="torch_dist",
+        use_dist_ckpt=True,
+        auto_detect_ckpt_format=True,
     )
-    others |= dict(
-        ckpt_format="torch_dist", use_dist_ckpt=True, auto_detect_ckpt_format=True
-    )
-    given = {name: getattr(args, name) for name in others}
-    vars(args).update(others)
+    before = {name: getattr(args, name) for name in settings}
+    vars(args).update(settings)
     try:
         yield
     finally:
-        vars(args).update(given)
+        vars(args).update(before)

@@ -21,13 +21,9 @@ class MockBertDataset(MegatronDataset):
 
     size = 100_000  # samples that --split deals out
 
-    def __init__(
-        self, dataset: range, dataset_path, indices, num_samples, index_split, config
-    ):
-        super().__init__(
-            dataset, dataset_path, indices, num_samples, index_split, config
-        )
-        self._words = config.tokenizer.vocab_size - WORDS
+    def __init__(self, *place):
+        super().__init__(*place)
+        self._words = self.config.tokenizer.vocab_size - WORDS
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: range) -> int:
@@ -43,17 +39,14 @@ class MockBertDataset(MegatronDataset):
         return len(self.indices) if self.num_samples is None else self.num_samples
 
     def __getitem__(self, idx: int) -> dict[str, int | numpy.ndarray]:
-        config, length = self.config, self.config.sequence_length
-        random = numpy.random.default_rng(
-            [config.random_seed, self.index_split.value, int(idx)]
-        )
-        words = int(
-            random.integers(max((length - SPECIAL) // 2, 2), length - SPECIAL + 1)
-        )
-        text = (
-            WORDS + (random.integers(self._words) + numpy.arange(words)) % self._words
-        )
-        swapped, types = 0, None
+        config = self.config
+        seed = [config.random_seed, self.index_split.value, int(idx)]
+        random = numpy.random.default_rng(seed)
+        most = config.sequence_length - SPECIAL
+        words = int(random.integers(max(most // 2, 2), most + 1))
+        text = (random.integers(self._words) + numpy.arange(words)) % self._words
+        text += WORDS
+        swapped = 0
         if config.classification_head:
             first, second = numpy.split(text, [random.integers(1, words)])
             swapped = int(random.random() < 0.5)
@@ -63,23 +56,20 @@ class MockBertDataset(MegatronDataset):
             types = (numpy.arange(len(text)) > len(first) + 1).astype(numpy.int64)
         else:
             text = numpy.concatenate([[CLS], text, [SEP]])
-        chosen = (text >= WORDS) & (
-            random.random(len(text)) < config.masking_probability
-        )
+            types = numpy.zeros_like(text)
+        is_word = text >= WORDS
+        chosen = is_word & (random.random(len(text)) < config.masking_probability)
         chosen[1] |= not chosen.any()
-        fill = (0, length - len(text))
         return {
-            "text": numpy.pad(
-                numpy.where(chosen, MASK, text), fill, constant_values=PAD
-            ),
-            "types": numpy.pad(
-                numpy.zeros_like(text) if types is None else types, fill
-            ),
-            "labels": numpy.pad(
-                numpy.where(chosen, text, -1), fill, constant_values=-1
-            ),
+            "text": self._padded(numpy.where(chosen, MASK, text), PAD),
+            "types": self._padded(types),
+            "labels": self._padded(numpy.where(chosen, text, -1), -1),
             "is_random": swapped,
-            "padding_mask": numpy.pad(numpy.ones_like(text), fill),
-            "loss_mask": numpy.pad(chosen.astype(numpy.int64), fill),
+            "padding_mask": self._padded(numpy.ones_like(text)),
+            "loss_mask": self._padded(chosen.astype(numpy.int64)),
             "truncated": 0,
         }
+
+    def _padded(self, values: numpy.ndarray, fill: int = 0) -> numpy.ndarray:
+        width = (0, self.config.sequence_length - len(values))
+        return numpy.pad(values, width, constant_values=fill)

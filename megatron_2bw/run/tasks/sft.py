@@ -15,7 +15,6 @@ import functools
 import numpy
 import torch
 from megatron.core.datasets.gpt_dataset import GPTDataset
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 from megatron.training import print_rank_0
@@ -31,37 +30,31 @@ class SFTDataset(MegatronDataset):
     build_low_level_dataset = staticmethod(GPTDataset.build_low_level_dataset)
     numel_low_level_dataset = staticmethod(GPTDataset.numel_low_level_dataset)
 
-    def __init__(
-        self,
-        dataset: IndexedDataset,
-        dataset_path,
-        indices,
-        num_samples,
-        index_split,
-        config,
-    ):
-        super().__init__(
-            dataset, dataset_path, indices, num_samples, index_split, config
-        )
+    def __init__(self, *place):
+        super().__init__(*place)
         self._begun: list[numpy.ndarray] = []  # what `_begins` has found
-        self._epoch, self._order = -1, numpy.zeros(0, int)
-        length = config.sequence_length + 1
-        cut = indices[dataset.sequence_lengths[indices] > length]
-        lost = sum(
-            not (dataset.get(number, length=length) >= 0).any() for number in cut
+        self._epoch = -1
+        self._order = numpy.zeros(0, int)
+        self._report_cuts()
+
+    def _report_cuts(self) -> None:
+        """UserError if no conversation of the training has a target."""
+        length = self.config.sequence_length
+        cut = self.indices[self.dataset.sequence_lengths[self.indices] > length + 1]
+        if not len(cut):
+            return
+        lost = 0
+        for number in cut:
+            if not (self.dataset.get(number, length=length + 1) >= 0).any():
+                lost += 1
+        line = (
+            f"--seq-length {length} cuts {len(cut):,} of {len(self.indices):,} "
+            f"conversations for {self.index_split.name} of {self.dataset_path}; "
+            f"{lost:,} have no target left"
         )
-        if len(cut):
-            share = (
-                f"{len(cut):,} of {len(indices):,} conversations for "
-                f"{index_split.name} of {dataset_path}"
-            )
-            line = (
-                f"--seq-length {config.sequence_length} cuts {share}; {lost:,} have "
-                "no target left"
-            )
-            if lost == len(indices) and index_split == Split.train:
-                raise UserError(f"{line}: give a longer one")
-            print_rank_0(f"> {line}")
+        if lost == len(self.indices) and self.index_split == Split.train:
+            raise UserError(f"{line}: give a longer one")
+        print_rank_0(f"> {line}")
 
     def __len__(self) -> int:
         return self.num_samples or len(self._begins(0))
@@ -70,19 +63,19 @@ class SFTDataset(MegatronDataset):
         """Tokens, labels, loss mask and positions, each [sequence]; the attention mask,
         where one is made, is [1, sequence, sequence]. `idx` None: a sample that fills a
         batch and counts nothing."""
-        config, length = self.config, self.config.sequence_length
+        length = self.config.sequence_length
         words = numpy.full(length + 1, ~0, numpy.int64)  # padding: token 0, no target
-        end, starts = 0, numpy.zeros(length + 1, numpy.int64)
+        starts = numpy.zeros(length + 1, numpy.int64)
+        end = 0
         for number in self._conversations(int(idx or 0)):
-            held = min(length + 1 - end, int(self.dataset.sequence_lengths[number]))
-            words[end : end + held] = self.dataset.get(number, length=held)
-            starts[end], end = end, end + held
+            size = min(length + 1 - end, int(self.dataset.sequence_lengths[number]))
+            words[end : end + size] = self.dataset.get(number, length=size)
+            starts[end] = end
+            end += size
         if self.packed:
             starts[end:][:1] = end
-        words, starts = (
-            torch.from_numpy(words),
-            torch.from_numpy(numpy.maximum.accumulate(starts))[:length],
-        )
+        words = torch.from_numpy(words)
+        starts = torch.from_numpy(numpy.maximum.accumulate(starts))[:length]
         tokens = torch.where(words < 0, ~words, words)
         sample = {
             "tokens": tokens[:-1].contiguous(),
@@ -90,33 +83,34 @@ class SFTDataset(MegatronDataset):
             "loss_mask": (words[1:] >= 0).float() * (idx is not None),
             "position_ids": torch.arange(length) - starts,
         }
-        if config.create_attention_mask:
-            sample["attention_mask"] = _hidden(length) | (
-                starts[None, :, None] != starts[None, None, :]
-            )
+        if self.config.create_attention_mask:
+            others = starts[None, :, None] != starts[None, None, :]
+            sample["attention_mask"] = _hidden(length) | others
         return sample
 
     def _conversations(self, idx: int) -> numpy.ndarray:
         """The numbers of sample `idx` in the dataset."""
         epoch = 0
         while idx >= len(self._begins(epoch)):
-            idx, epoch = idx - len(self._begins(epoch)), epoch + 1
+            idx -= len(self._begins(epoch))
+            epoch += 1
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._shuffled(epoch)
+            self._epoch = epoch
+            self._order = self._shuffled(epoch)
         begins = self._begins(epoch)
         end = begins[idx + 1] if idx + 1 < len(begins) else len(self._order)
         return self.indices[self._order[begins[idx] : end]]
 
     def _shuffled(self, epoch: int) -> numpy.ndarray:
-        random = numpy.random.default_rng(
-            [self.config.random_seed, self.index_split.value, epoch]
-        )
-        return random.permutation(len(self.indices))
+        seed = [self.config.random_seed, self.index_split.value, epoch]
+        return numpy.random.default_rng(seed).permutation(len(self.indices))
 
     def _begins(self, epoch: int) -> numpy.ndarray:
         """The places of an epoch's order at which its samples begin."""
         while len(self._begun) <= epoch:
-            room, begins, order = 0, [], self.indices[self._shuffled(len(self._begun))]
+            room = 0
+            begins = []
+            order = self.indices[self._shuffled(len(self._begun))]
             for place, size in enumerate(self.dataset.sequence_lengths[order].tolist()):
                 if size > room:
                     begins.append(place)
@@ -127,7 +121,7 @@ class SFTDataset(MegatronDataset):
 
 
 class PackedSFTDataset(SFTDataset):
-    """As many whole conversations in a sample as fit, in the epoch's order."""
+    """A sample has as many whole conversations as fit, in the epoch's order."""
 
     packed = True
 

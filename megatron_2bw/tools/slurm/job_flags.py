@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from megatron_2bw.base.errors import Parser, UserError
+from megatron_2bw.run.start.plan_file import FirstPlan, first_plan
 from megatron_2bw.tools.planner.descriptions.model import PRESETS, Model
 from megatron_2bw.tools.planner.descriptions.plan import Plan
 from megatron_2bw.tools.planner.tell import training
@@ -45,70 +46,55 @@ def words(
     if precision not in ("", *PRECISIONS):
         raise UserError(f"PRECISION={precision}: not one of {', '.join(PRECISIONS)}")
     if plan:
-        found = _planned(plan, kind, model, servers, processes, precision)
+        first = _planned(plan, kind, model, servers, processes, precision)
+        flags = first.flags
+        mock = first.mock_data
+        interval = first.save_interval
     else:
         chosen = _named(model, kind)
-        sizes = [
-            *default_plan(chosen, servers * processes).flags(precision),
-            *training.flags(),
-        ]
-        found = [*chosen.flags(), *sizes], mock_data(chosen), training.save_interval(0)
-    flags, mock, interval = found
+        sizes = default_plan(chosen, servers * processes)
+        flags = [*chosen.flags(), *sizes.flags(precision), *training.flags()]
+        mock = mock_data(chosen)
+        interval = ["--save-interval", str(training.save_interval(0))]
     try:
         own = shlex.split(data)
     except ValueError as error:
         raise UserError(f"DATA_ARGS={' '.join(data.split())}: {error}") from None
-    return [
-        *flags,
-        *(["--save-interval", str(interval)] if save else []),
-        *(own or mock),
-    ]
+    return [*flags, *(interval if save else []), *(own or mock)]
 
 
 def _planned(
     plan: str, kind: str, model: str, servers: int, processes: int, precision: str
-) -> tuple[list[str], list[str], int]:
-    """(model, plan and training; mock data; --save-interval) of the first plan of a
-    file."""
+) -> FirstPlan:
+    """The first plan of a file. UserError if it is not one for this job."""
     try:
         content = json.loads(Path(plan).read_text())
-        name, of, cluster = (
-            content["model"]["name"],
-            content["model"]["kind"],
-            content["cluster"],
-        )
-        best, run, wanted = (
-            content["plans"][0],
-            content["run"],
-            (cluster["servers"], cluster["gpus_per_server"]),
-        )
-        flags = (
-            [*run["model"], *best["flags"], *best["training"]],
-            run["data"],
-            best["save_interval"],
-        )
+        first = first_plan(content)
+        planned = content["precision"]
+        cluster = content["cluster"]
+        nodes = cluster["servers"]
+        gpus = cluster["gpus_per_server"]
     except (OSError, ValueError, TypeError, LookupError) as error:
         remedy = "write it with megatron-2bw plan ... --json"
         raise UserError(
             f"PLAN={plan} holds no plan ({type(error).__name__}: {error}); {remedy}"
         ) from None
-    if of != kind:
+    if first.kind != kind:
         raise UserError(
-            f"PLAN={plan} is for {name}, a {of.upper()}: submit pretrain_{of}_2bw.sbatch"
+            f"PLAN={plan} is for {first.model}, a {first.kind.upper()}: submit "
+            f"pretrain_{first.kind}_2bw.sbatch"
         )
-    if model not in ("", name) or precision not in ("", content["precision"]):
+    if model not in ("", first.model) or precision not in ("", planned):
         raise UserError(
-            f"PLAN={plan} is for {name} in {content['precision']}: leave out MODEL and PRECISION"
+            f"PLAN={plan} is for {first.model} in {planned}: leave out MODEL and PRECISION"
         )
-    if wanted != (servers, processes):
-        nodes = "{} nodes with {} GPUs each, the job has {} with {}".format(
-            *wanted, servers, processes
-        )
+    if (nodes, gpus) != (servers, processes):
         raise UserError(
-            f"PLAN={plan} is for {nodes}: give sbatch --nodes={wanted[0]} "
-            f"--gpus-per-node={wanted[1]}"
+            f"PLAN={plan} is for {nodes} nodes with {gpus} GPUs each, the job has "
+            f"{servers} with {processes}: give sbatch --nodes={nodes} "
+            f"--gpus-per-node={gpus}"
         )
-    return flags
+    return first
 
 
 def _named(name: str, kind: str) -> Model:

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from megatron_2bw.base import run_log
 from megatron_2bw.base.errors import Parser, report, run_program
 from megatron_2bw.base.files import write_json
+from megatron_2bw.mcore.checkpoints.folder import TRACKER
 
 WORDS = ("pending", "running", "completed", "out of memory", "timeout", "failed")
 OPEN = ("pending", "running")
@@ -169,7 +170,7 @@ def tail(path: Path) -> str:
 def saved_iteration(checkpoints: str) -> int:
     """Iteration of the newest checkpoint, 0 without one."""
     try:
-        return int(Path(checkpoints, "latest_checkpointed_iteration.txt").read_text())
+        return int(Path(checkpoints, TRACKER).read_text())
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return 0
 

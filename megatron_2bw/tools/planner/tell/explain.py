@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
 from operator import attrgetter
 
-from megatron_2bw.run.flags.correction_flags import gap
+from megatron_2bw.run.flags.correction_notes import gap
 from megatron_2bw.tools.planner.cost.memory import GIB, StageMemory
 from megatron_2bw.tools.planner.cost.simulated import Cost, Estimate, Split
 from megatron_2bw.tools.planner.descriptions.cluster import Cluster
