@@ -91,14 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "megatron-2bw completion",
                 f"{' '.join(words)}: there is a script for bash only",
             )
-        print(
-            Path(__file__)
-            .with_name("tools")
-            .joinpath("completion.bash")
-            .read_text()
-            .replace("COMMANDS", " ".join(COMMANDS)),
-            end="",
-        )
+        script = Path(__file__).with_name("tools") / "completion.bash"
+        print(script.read_text().replace("COMMANDS", " ".join(COMMANDS)), end="")
         return 0
     if name not in COMMANDS:
         line = f"{name} is not a command{did_you_mean(name, COMMANDS)}: see megatron-2bw --help"
@@ -113,15 +107,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def usage() -> str:
     """The help: examples first."""
-    meanings = "\n".join(
-        f"  {name:<13}{meaning}" for name, (_, meaning) in COMMANDS.items()
-    )
-    return (
-        f"usage: megatron-2bw COMMAND ...\n\nexamples:{EXAMPLES}\ncommands (each "
-        f"has --help):\n{meanings}\n"
-        "  version      the release\n  completion   a script for bash: source "
-        "<(megatron-2bw completion)"
-    )
+    lines = [f"usage: megatron-2bw COMMAND ...\n\nexamples:{EXAMPLES}"]
+    lines.append("commands (each has --help):")
+    for name, (_, meaning) in COMMANDS.items():
+        lines.append(f"  {name:<13}{meaning}")
+    lines.append("  version      the release")
+    lines.append("  completion   a script for bash: source <(megatron-2bw completion)")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

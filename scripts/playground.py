@@ -28,7 +28,7 @@ import annotated_types
 
 from megatron_2bw.base.errors import Parser, UserError, run_program
 from megatron_2bw.base.files import write_whole
-from megatron_2bw.tools.timelines.page import script_json, whole
+from megatron_2bw.tools.timelines.page import bundle, script_json
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "docs" / "playground"
@@ -81,7 +81,7 @@ def build(out: Path) -> None:
     presets = json.loads((SOURCE / "presets.json").read_text())
     out.mkdir(parents=True, exist_ok=True)
     first = {"presets": presets, "grid": grid({})}
-    write_whole(out / "index.html", whole(SOURCE / "index.html", {"first": first}))
+    write_whole(out / "index.html", bundle(SOURCE / "index.html", {"first": first}))
     rest: dict[str, Any] = {}
     for sizes in [*SIZES, *(preset["parameters"] for preset in presets)]:
         rest |= grid(sizes)

@@ -19,7 +19,10 @@ from megatron_2bw.run.start.torchrun import log_interval, run_ranks, torchrun
 from megatron_2bw.schedules import SCHEDULE_NAMES
 from megatron_2bw.tools.data.corpus import build_corpus
 
-STAGES, MICROBATCHES, MICRO_BATCH_SIZE, SEQUENCE = 2, 4, 4, 128
+STAGES = 2
+MICROBATCHES = 4
+MICRO_BATCH_SIZE = 4
+SEQUENCE = 128
 
 # 3.4 million parameters. The last stage also multiplies with the vocabulary, which
 # costs as much as two layers, so three of the four layers on the first stage make the
@@ -45,14 +48,17 @@ def training_command(
     schedule: str, iterations: int, corpus_flags: list[str], device: str, out: Path
 ) -> list[str]:
     """The command that trains: torchrun, the entry script, Megatron's flags."""
+    correction = "--two-bw-correction auto" if schedule == "2bw" else ""
+    # one validation, after the last iteration
     sizes = f"""
-        --pipeline-schedule {schedule} {"--two-bw-correction auto" if schedule == "2bw" else ""} --device {device}
+        --pipeline-schedule {schedule} {correction} --device {device}
         --pipeline-model-parallel-size {STAGES} --micro-batch-size {MICRO_BATCH_SIZE}
         --global-batch-size {MICRO_BATCH_SIZE * MICROBATCHES} --seq-length {SEQUENCE}
         --max-position-embeddings {SEQUENCE} --train-iters {iterations} --log-interval {log_interval(iterations)}
         --lr-warmup-iters {min(WARM_UP, iterations // 2)} --eval-interval {iterations + 1}
-    """.split()  # one validation, after the last iteration
-    flags = [
+    """.split()
+    return [
+        *torchrun(STAGES),
         *sizes,
         *MODEL,
         *PLAIN_TORCH,
@@ -61,7 +67,6 @@ def training_command(
         *corpus_flags,
         f"--tensorboard-dir={out}",
     ]
-    return [*torchrun(STAGES), *flags]
 
 
 def pick_device() -> str:
@@ -78,15 +83,20 @@ def draw(
     as a PNG picture."""
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
-    axes.plot(*zip(*training), color="#1f5fa8", linewidth=1.8, label="training loss")
-    label = f"validation loss {validation:.2f}"
+    iterations, losses = zip(*training)
+    axes.plot(iterations, losses, color="#1f5fa8", linewidth=1.8, label="training loss")
     axes.plot(
-        training[-1][0], validation, "o", color="#d1495b", clip_on=False, label=label
+        iterations[-1],
+        validation,
+        "o",
+        color="#d1495b",
+        clip_on=False,
+        label=f"validation loss {validation:.2f}",
     )
     sizes = f"{STAGES} stages, {MICROBATCHES} microbatches"
     axes.set_title(f"GPT of 3.4 million parameters: {schedule}, {sizes}", fontsize=11)
     axes.set(
-        xlabel="iteration", ylabel="loss (nats per token)", xlim=(0, training[-1][0])
+        xlabel="iteration", ylabel="loss (nats per token)", xlim=(0, iterations[-1])
     )
     axes.grid(linewidth=0.5, alpha=0.4)
     axes.legend(frameon=False)
@@ -95,40 +105,36 @@ def draw(
 
 def run(options: argparse.Namespace, prog: str) -> int:
     """The whole demo; its status. Raises UserError."""
-    out, schedule, iterations, device = (
-        options.out,
-        options.schedule,
-        options.iterations,
-        pick_device(),
-    )
+    out = options.out
+    device = pick_device()
     log = out / "output" / f"rank-{STAGES - 1}.txt"  # the last stage prints the losses
     with file_errors(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)
         for old in (out / "loss.png", log):
             old.unlink(missing_ok=True)
     print(
-        (
-            f"demo: {schedule}, {STAGES} stages on {STAGES} processes ({device}), "
-            f"{iterations} iterations"
-        ),
+        f"demo: {options.schedule}, {STAGES} stages on {STAGES} processes ({device}), "
+        f"{options.iterations} iterations",
         flush=True,
     )
-    if status := run_ranks(
+    corpus = build_corpus().flags()
+    status = run_ranks(
         prog,
-        training_command(schedule, iterations, build_corpus().flags(), device, out),
-    ):
+        training_command(options.schedule, options.iterations, corpus, device, out),
+    )
+    if status:
         return status
     text = log.read_text()
-    training = [
-        (line.iteration, line.loss)
-        for line in run_log.training(text)
-        if line.loss is not None
-    ]
+    training = []
+    for line in run_log.training(text):
+        if line.loss is not None:
+            training.append((line.iteration, line.loss))
     *_, validation = run_log.validations(text)
-    draw(out / "loss.png", schedule, training, validation.loss)
-    first, last = training[0][1], training[-1][1]
+    draw(out / "loss.png", options.schedule, training, validation.loss)
+    first = training[0][1]
+    last = training[-1][1]
     print(
-        f"\nloss             {first:.3f}, after {iterations} iterations "
+        f"\nloss             {first:.3f}, after {options.iterations} iterations "
         f"{last:.3f} ({last / first - 1:+.0%})"
     )
     print(f"validation loss  {validation.loss:.3f}")

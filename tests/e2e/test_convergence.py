@@ -27,20 +27,8 @@ RUNS = ["vanilla-lr1e-2-seed1", "2bw-lr1e-2-seed1"]
 
 
 def words(out: Path, *options: str) -> list[str]:
-    return [
-        "test",
-        "--out",
-        str(out),
-        "--device",
-        "cpu",
-        "--seeds",
-        "1",
-        "--lr",
-        "1e-2",
-        *options,
-        "--",
-        *MEGATRON,
-    ]
+    common = f"test --out {out} --device cpu --seeds 1 --lr 1e-2".split()
+    return [*common, *options, "--", *MEGATRON]
 
 
 def start(out: Path, *options: str) -> subprocess.Popen[str]:
@@ -65,65 +53,49 @@ def test_killed_and_gone_on_with_then_judged(tmp_path, capsys):
         raise
     stopped = end(first, 200)
     assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
-    assert children and not any(
-        child.is_running() and child.status() != psutil.STATUS_ZOMBIE
-        for child in children
-    )
+    alive = [child for child in children if child.is_running()]
+    assert children
+    assert all(child.status() == psutil.STATUS_ZOMBIE for child in alive)
     assert [(folder / "result.json").exists() for folder in folders] == [True, False]
     untouched = (vanilla / "result.json").stat().st_mtime_ns
-    assert [
-        row["finished"]
-        for row in json.loads((tmp_path / "runs.json").read_text())["summary"]
-    ] == [[1]]
+    (row,) = summary(tmp_path)
+    assert row["finished"] == [1]
 
     again = end(start(tmp_path, "--max-gap", "1000"), 200)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert (
-        "2 runs of 120 iterations, 1 of them are there" in again.stdout
-        and "[1/2]" not in again.stdout
-    )
+    assert "2 runs of 120 iterations, 1 of them are there" in again.stdout
+    assert "[1/2]" not in again.stdout
     assert "--max-gap 1000 holds" in again.stdout
     assert (vanilla / "result.json").stat().st_mtime_ns == untouched
     logs = [(folder / "train.log").read_text() for folder in folders]
-    assert (
-        "successfully loaded checkpoint" in logs[1]
-        and "successfully loaded checkpoint" not in logs[0]
-    )
+    loaded = ["successfully loaded checkpoint" in log for log in logs]
+    assert loaded == [False, True]
     # the same weights, the same batch
     assert first_loss(logs[0]) == first_loss(logs[1])
     for folder in folders:
         curves = json.loads((folder / "result.json").read_text())
         assert [end for end, _ in curves["training"]] == list(range(10, 121, 10))
         assert [at for at, _ in curves["validation"]] == [50, 100, 120]
-    base, row = json.loads((tmp_path / "runs.json").read_text())["summary"]
-    assert base["validation_loss"]["mean"] < first_loss(logs[0]) - 1  # it learned
+    base, row = summary(tmp_path)
+    reference = base["validation_loss"]["mean"]
+    assert reference < first_loss(logs[0]) - 1  # it learned
     gap = row["gap_percent"]["mean"]
-    assert (
-        gap
-        == pytest.approx(
-            100 * (row["validation_loss"]["mean"] / base["validation_loss"]["mean"] - 1)
-        )
-        != 0
-    )
-    assert {path.name for path in tmp_path.iterdir()} == {
-        ".lock",
-        "runs",
-        "runs.json",
-        "curves.png",
-        "report.md",
-    }
+    expected = 100 * (row["validation_loss"]["mean"] / reference - 1)
+    assert gap == pytest.approx(expected) != 0
+    written = ".lock runs runs.json curves.png report.md".split()
+    assert {path.name for path in tmp_path.iterdir()} == {*written}
 
     assert convergence.main(words(tmp_path, "--max-gap", f"{gap - 1}")) == 1
-    err = capsys.readouterr().err
-    assert (
-        err.startswith("megatron-2bw convergence: 2bw at lr 1e-2: the gap ")
-        and err.count("\n") == 1
-    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("megatron-2bw convergence: 2bw at lr 1e-2: the gap ")
+
+
+def summary(out: Path) -> list[dict]:
+    return json.loads((out / "runs.json").read_text())["summary"]
 
 
 def first_loss(log: str) -> float:
-    return next(
-        line.loss
-        for line in run_log.training(log)
-        if (line.iteration, line.planned) == (1, 120)
-    )
+    for line in run_log.training(log):
+        if (line.iteration, line.planned) == (1, 120):
+            return line.loss
+    raise AssertionError("no line of the first iteration")

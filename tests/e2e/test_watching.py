@@ -42,12 +42,10 @@ def logged(output: str) -> Values:
     for iteration, text in re.findall(
         r"iteration +(\d+)/ +\d+ \| (consumed.*)", output
     ):
-        values = {
-            name: float(re.search(pattern, text)[1]) for name, pattern in FIELDS.items()
-        }
-        found[int(iteration)] = {
-            name: v / 100 if "bubble" in name else v for name, v in values.items()
-        }
+        values = found[int(iteration)] = {}
+        for name, pattern in FIELDS.items():
+            value = float(re.search(pattern, text)[1])
+            values[name] = value / 100 if "bubble" in name else value
     return found
 
 
@@ -55,7 +53,8 @@ def tensorboard(folder: Path) -> Values:
     """What TensorBoard shows. No value may be there twice."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events, found = EventAccumulator(str(folder)), {}
+    found = {}
+    events = EventAccumulator(str(folder))
     events.Reload()
     for name in events.Tags()["scalars"]:
         for event in events.Scalars(name):
@@ -69,42 +68,35 @@ def check(board: Values, lines: Values) -> None:
     assert list(lines) == [1, 2, 3, 4, 5] and set(lines) <= set(board)
     for iteration, line in lines.items():
         shown = board[iteration]
-        assert all(
-            0 <= shown[f"bubble/stage {stage}"] <= shown["bubble/max"]
-            for stage in (0, 1)
-        )
+        for stage in (0, 1):
+            assert 0 <= shown[f"bubble/stage {stage}"] <= shown["bubble/max"]
         for name, value in line.items():
             if name == "lm loss" and iteration == 2:
                 continue  # Megatron's second line shows the mean with the first
-            assert shown[name] == pytest.approx(
-                value, abs=ROUNDED.get(name, 6e-3), rel=1e-6
-            ), (iteration, name)
-        assert (
-            shown["tokens per second"] > 0 and shown["peak memory (GiB)/stage 0"] > 0.1
-        )
+            near = pytest.approx(value, abs=ROUNDED.get(name, 6e-3), rel=1e-6)
+            assert shown[name] == near, (iteration, name)
+        assert shown["tokens per second"] > 0
+        assert shown["peak memory (GiB)/stage 0"] > 0.1
 
 
 @pytest.mark.proof
 def test_the_dashboard_shows_what_the_log_shows_and_the_trace_every_action(tmp_path):
     folder = tmp_path / "trace"
-    lines = logged(
-        forked(
-            2,
-            command(2, 4, "2bw", **RUN, tensorboard_dir=tmp_path, two_bw_trace=folder),
-        )
-    )
+    argv = command(2, 4, "2bw", **RUN, tensorboard_dir=tmp_path, two_bw_trace=folder)
+    lines = logged(forked(2, argv))
     check(tensorboard(tmp_path), lines)
     assert (folder / "timeline.png").stat().st_size > 1000
     assert '"title":"batches ' in (folder / "timeline.html").read_text()
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     for stage in (0, 1):
-        found = [
-            e["name"]
-            for e in events
-            if e.get("tid") == stage and e.get("cat") in ("F", "B", "R", "S")
-        ]
-        rows = (SCHEDULES["2bw"].actions(Shape(2, 4, 0, 5), stage, j) for j in range(5))
-        assert found == [str(action) for row in rows for action in row]
+        actions = []
+        for event in events:
+            if event.get("tid") == stage and event.get("cat") in ("F", "B", "R", "S"):
+                actions.append(event["name"])
+        expected = []
+        for iteration in range(5):
+            expected += SCHEDULES["2bw"].actions(Shape(2, 4, 0, 5), stage, iteration)
+        assert actions == list(map(str, expected))
 
 
 def watched(rank: int, argv: list[str], forward: float, backward: float) -> str:
@@ -120,13 +112,13 @@ def test_the_bubble_of_a_flush(tmp_path):
         2, 2, "pipedream-flush", **RUN, num_layers=2, tensorboard_dir=tmp_path
     )
     output = run_world(2, watched, flags, 0.05, 0.1)[1]
-    board, lines = tensorboard(tmp_path), logged(output)
+    board = tensorboard(tmp_path)
+    lines = logged(output)
     check(board, lines)
     tokens = 2 * 2 * 16  # an iteration
     for stage in (0, 1):
-        shown = [board[iteration] for iteration in lines]
-        waited = [
-            tokens / values["tokens per second"] * values[f"bubble/stage {stage}"]
-            for values in shown
-        ]
+        waited = []
+        for iteration in lines:
+            seconds = tokens / board[iteration]["tokens per second"]
+            waited.append(seconds * board[iteration][f"bubble/stage {stage}"])
         assert max(waited) > 0.1  # no load makes all of them shorter

@@ -66,7 +66,8 @@ class Cluster:
     AssertionError if it does not start."""
 
     def __init__(self, folder: Path, kill_wait: int = 60):
-        self.folder, self.kill_wait = folder, kill_wait
+        self.folder = folder
+        self.kill_wait = kill_wait
         self.daemons: list[subprocess.Popen] = []
 
     def __enter__(self) -> Cluster:
@@ -131,16 +132,14 @@ class Cluster:
         key = self.folder / "munge.key"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o600)
-        nodes = [
-            (
-                f"NodeName={name} NodeHostname={os.uname().nodename} "
-                f"NodeAddr=127.0.0.1 Port={free_port()} CPUs=2"
-            )
-            for name in NODES
-        ]
+        host = os.uname().nodename
+        nodes = []
+        for name in NODES:
+            address = f"NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()}"
+            nodes.append(f"NodeName={name} {address} CPUs=2")
         (self.folder / "slurm.conf").write_text(
             CONFIGURATION.format(
-                host=os.uname().nodename.split(".")[0],
+                host=host.split(".")[0],
                 port=free_port(),
                 user=getpass.getuser(),
                 folder=self.folder,
@@ -166,27 +165,23 @@ class Cluster:
 
     def _daemon(self, name: str, *words: str) -> None:
         with open(self.folder / f"{name}.out", "a") as out:
-            self.daemons.append(
-                subprocess.Popen(
-                    [find(name), *words],
-                    env=self.environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=out,
-                )
+            daemon = subprocess.Popen(
+                [find(name), *words],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
             )
+        self.daemons.append(daemon)
 
     def _states(self) -> set[str]:
-        return set(
-            self.try_call("sinfo", "--noheader", "--Node", "--format=%T").stdout.split()
-        )
+        done = self.try_call("sinfo", "--noheader", "--Node", "--format=%T")
+        return set(done.stdout.split())
 
     def _await(self, what: str, ready, seconds: float = 30) -> None:
         deadline = time.monotonic() + seconds
         while not ready():
-            ended = [
-                daemon.args[0] for daemon in self.daemons if daemon.poll() is not None
-            ]
+            ended = [each.args[0] for each in self.daemons if each.poll() is not None]
             assert not ended and time.monotonic() < deadline, (
                 f"no {what}; ended: {ended}\n{self.logs()}"
             )
@@ -195,29 +190,24 @@ class Cluster:
     def _strays(self) -> list[psutil.Process]:
         """What the daemons have left: what runs with this cluster's configuration, and
         who writes to its folder."""
-        found = []
+        configuration = str(self.folder / "slurm.conf")
+        strays = []
         for process in psutil.process_iter():
-            try:
-                mine = process.environ().get("SLURM_CONF") == str(
-                    self.folder / "slurm.conf"
-                )
-                mine |= any(
-                    Path(file.path).is_relative_to(self.folder)
-                    for file in process.open_files()
-                )
-            except (psutil.Error, OSError):
-                continue
-            if mine and process.pid != os.getpid():
-                found.append(process)
-        return found
+            with contextlib.suppress(psutil.Error, OSError):
+                mine = process.environ().get("SLURM_CONF") == configuration
+                for file in process.open_files():
+                    mine |= Path(file.path).is_relative_to(self.folder)
+                if mine and process.pid != os.getpid():
+                    strays.append(process)
+        return strays
 
 
 def missing() -> str:
     """What to install, in one line; empty if all is there."""
-    absent = [
-        name for name in ("sbatch", "slurmctld", "slurmd", "munged") if not find(name)
-    ]
-    return f"{absent[0]} is not installed: apt-get install {PACKAGES}" if absent else ""
+    for name in ("sbatch", "slurmctld", "slurmd", "munged"):
+        if not find(name):
+            return f"{name} is not installed: apt-get install {PACKAGES}"
+    return ""
 
 
 def find(name: str) -> str | None:

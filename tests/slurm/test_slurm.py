@@ -3,6 +3,7 @@ resumed with equal losses."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import shutil
@@ -24,6 +25,7 @@ from megatron_2bw.tools.planner.descriptions.cluster import preset
 from megatron_2bw.tools.planner.descriptions.model import Model
 from megatron_2bw.tools.planner.descriptions.plan import Plan
 from megatron_2bw.tools.planner.tell.jobs import sbatch_script
+from megatron_2bw.tools.slurm.status import saved_iteration
 from tests.slurm.cluster import Cluster, missing
 
 ROOT = Path(__file__).parents[2]
@@ -32,10 +34,10 @@ SHAPE = """
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
     --vocab-size 127 --num-workers 0
 """.split()
-TINY = (
-    f"--micro-batch-size 2 --global-batch-size 8 --train-iters {ITERATIONS} --lr 1e-3 "
-    "--eval-iters 0 --log-interval 1"
-)
+TINY = f"""
+    --micro-batch-size 2 --global-batch-size 8 --train-iters {ITERATIONS} --lr 1e-3
+    --eval-iters 0 --log-interval 1
+""".split()
 # made tiny by the caller's flags, which win
 MODELS = {"gpt": "gpt-355m", "bert": "bert-24"}
 
@@ -63,38 +65,28 @@ class Job:
 
     def status(self) -> dict:
         path = self.folder / "logs" / "status.json"
-        return (
-            json.loads(path.read_text())
-            if path.exists()
-            else {"status": "", "history": []}
-        )
+        if not path.exists():
+            return {"status": "", "history": []}
+        return json.loads(path.read_text())
 
     def words(self) -> list[str]:
         return [entry["status"] for entry in self.status()["history"]]
 
     def log(self, start: int = 0, node: int | str = "*") -> str:
-        return "".join(
-            path.read_text()
-            for path in self.folder.glob(f"logs/start-{start}-node-{node}-*.log")
-        )
+        paths = self.folder.glob(f"logs/start-{start}-node-{node}-*.log")
+        return "".join(path.read_text() for path in paths)
 
     def losses(self, start: int = 0) -> dict[int, list[str]]:
         """Iteration -> the losses of its line, as printed: `lm loss`, and BERT's `sop
         loss`."""
-        lines = run_log.training(self.log(start))
-        return {
-            line.iteration: [
-                text for name, text in line.fields.items() if name.endswith(" loss")
-            ]
-            for line in lines
-        }
+        losses = {}
+        for line in run_log.training(self.log(start)):
+            names = [name for name in line.fields if name.endswith(" loss")]
+            losses[line.iteration] = [line.fields[name] for name in names]
+        return losses
 
     def saved(self) -> int:
-        return int(
-            (
-                self.folder / "checkpoints" / "latest_checkpointed_iteration.txt"
-            ).read_text()
-        )
+        return saved_iteration(self.folder / "checkpoints")
 
     def wait(
         self, what: str, ready: Callable[[], object], seconds: float = 150
@@ -110,40 +102,31 @@ class Job:
         """Move the time limit: how soon Slurm's signal comes does not depend on how
         fast the machine is."""
         end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + seconds))
-        self.cluster.call(
-            "scontrol", "update", f"JobId={self.number}", f"EndTime={end}"
-        )
+        job = f"JobId={self.number}"
+        self.cluster.call("scontrol", "update", job, f"EndTime={end}")
+
+    def show(self) -> str:
+        """What Slurm says of the job."""
+        return self.cluster.call("scontrol", "show", "job", self.number)
 
     def told(self) -> str:
-        batch = self.folder / "batch.log"
-        text = batch.read_text() if batch.exists() else ""
-        logs = [self.log(start)[-3000:] for start in (0, 1)]
+        logs = [path.read_text()[-3000:] for path in self.folder.rglob("*.log")]
         queue = self.cluster.call("squeue")
-        return "\n".join(
-            [
-                json.dumps(self.status(), indent=1),
-                text,
-                *logs,
-                queue,
-                self.cluster.logs(),
-            ]
-        )
+        status = json.dumps(self.status(), indent=1)
+        return "\n".join([status, *logs, queue, self.cluster.logs()])
 
     def ranks(self) -> list[psutil.Process]:
         """The job's training processes."""
-        found = []
+        configuration = self.cluster.environment["SLURM_CONF"]
+        ranks = []
         for process in psutil.process_iter():
-            try:
-                environment = process.environ()
-            except (psutil.Error, OSError):
-                continue
-            if environment.get("SLURM_JOB_ID") == self.number and "RANK" in environment:
-                if (
-                    environment.get("SLURM_CONF")
-                    == self.cluster.environment["SLURM_CONF"]
-                ):
-                    found.append(process)
-        return found
+            with contextlib.suppress(psutil.Error, OSError):
+                variables = process.environ()
+                own = variables.get("SLURM_JOB_ID") == self.number
+                same = variables.get("SLURM_CONF") == configuration
+                if own and same and "RANK" in variables:
+                    ranks.append(process)
+        return ranks
 
 
 def submit(
@@ -166,14 +149,8 @@ def submit(
         "MASTER_PORT": str(free_port()),
     }
     words = ("--parsable", "--nodes=2", f"--output={folder}/batch.log", *options)
-    flags = [
-        *SHAPE,
-        *TINY.split(),
-        "--train-iters",
-        ITERATIONS,
-        f"--exit-signal=SIG{number}",
-    ]
     script = f"scripts/slurm/pretrain_{kind}_2bw.sbatch"
+    flags = [*SHAPE, *TINY, f"--exit-signal=SIG{number}"]
     number = cluster.call(
         "sbatch", *words, script, *flags, cwd=ROOT, **variables | environment
     )
@@ -214,55 +191,40 @@ def test_a_time_limit_saves_queues_again_and_resumes_with_the_same_losses(
     slurm, tmp_path, kind, number
 ):
     # The signal comes 40 to 70 s before the end: Slurm looks every 30 s.
-    job = submit(
-        slurm,
-        tmp_path / "job",
-        kind,
-        "--time=60",
-        f"--signal=B:{number}@40",
-        number=number,
-    )
+    limit = ("--time=60", f"--signal=B:{number}@40")
+    job = submit(slurm, tmp_path / "job", kind, *limit, number=number)
     held = hold(job)
     undisturbed = submit(slurm, tmp_path / "undisturbed", kind)
     undisturbed.wait("completed", lambda: undisturbed.status()["status"] == "completed")
-    assert (
-        undisturbed.words() == ["running", "completed"]
-        and undisturbed.saved() == ITERATIONS
-    )
+    assert undisturbed.words() == ["running", "completed"]
+    assert undisturbed.saved() == ITERATIONS
     expected = undisturbed.losses()
     assert sorted(expected) == list(range(1, ITERATIONS + 1))
-    assert all(
-        len(printed) == (2 if kind == "bert" else 1) for printed in expected.values()
-    )
+    assert {*map(len, expected.values())} == {2 if kind == "bert" else 1}
     assert job.status()["status"] == "running"
     job.end_in(seconds=65)
-    job.wait(
-        "asked to end",
-        lambda: "Slurm asks the job to end" in (job.folder / "batch.log").read_text(),
-    )
+    batch = job.folder / "batch.log"
+    job.wait("asked to end", lambda: "Slurm asks the job to end" in batch.read_text())
     job.end_in(seconds=3600)
     for rank in held:
         rank.send_signal(signal.SIGCONT)
     job.wait("queued again", lambda: "pending" in job.words())
     job.wait("completed", lambda: job.status()["status"] == "completed")
-    words, starts, before = job.words(), job.status()["start"] + 1, 0
-    assert (
-        words == ["running", "pending"] * (starts - 1) + ["running", "completed"]
-        and starts >= 2
-    )
-    assert f"Restarts={starts - 1}" in slurm.call("scontrol", "show", "job", job.number)
+    restarts = job.status()["start"]
+    assert restarts >= 1
+    assert job.words() == ["running", "pending"] * restarts + ["running", "completed"]
+    assert f"Restarts={restarts}" in job.show()
     # no iteration is lost, none is trained twice, and both nodes have their logs
-    for start in range(starts):
+    before = 0
+    for start in range(restarts + 1):
         found = job.losses(start)
-        assert (
-            list(found) == list(range(before + 1, before + len(found) + 1))
-            and len(found) >= 3
-        )
+        assert list(found) == list(range(before + 1, before + len(found) + 1))
+        assert len(found) >= 3
         assert_same(found, expected, resumed=start > 0)
-        assert all(job.log(start, node) for node in (0, 1))
+        assert job.log(start, node=0) and job.log(start, node=1)
         before += len(found)
         reason = job.status()["history"][2 * start + 1]["reason"]
-        assert reason.startswith(f"saved: iteration {before};") or start == starts - 1
+        assert start == restarts or reason.startswith(f"saved: iteration {before};")
     assert before == job.saved() == ITERATIONS
 
 
@@ -270,60 +232,42 @@ def test_the_planners_job_trains_and_scancel_does_not_queue_it_again(slurm, tmp_
     host = preset("p3.16xlarge", 2)
     host = replace(host, gpus_per_server=1, device=replace(host.device, name="cpu"))
     cost = Cost(Model("tiny", 4, 32, 4, vocab=127, sequence=16), host, "fp32")
-    script, preamble = tmp_path / "job.sbatch", tmp_path / "preamble.sh"
-    script.write_text(
-        sbatch_script(
-            cost, cost.estimate(Plan(1, 2, 1, 2, 4, extrapolate=True)), "tiny"
-        )
-    )
+    estimate = cost.estimate(Plan(1, 2, 1, 2, 4, extrapolate=True))
+    script = tmp_path / "job.sbatch"
+    script.write_text(sbatch_script(cost, estimate, "tiny"))
+    preamble = tmp_path / "preamble.sh"
     preamble.write_text("export FROM_PREAMBLE=$unset.yes\n")
     variables = dict(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), PREAMBLE=str(preamble)
-    )
-    variables |= dict(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+        PREAMBLE=str(preamble),
         LOGS=str(tmp_path / "logs"),
         CHECKPOINTS=str(tmp_path / "checkpoints"),
         SBATCH_PARTITION="named",
+        SRUN_ARGS="--label env 'IN_CONTAINER=so to speak'",
     )
-    variables |= dict(SRUN_ARGS="--label env 'IN_CONTAINER=so to speak'")
-    words = (
-        "--parsable",
-        f"--output={tmp_path}/batch.log",
-        script,
-        "--log-interval",
-        1,
-        "--eval-iters",
-        0,
-    )
+    options = ("--parsable", f"--output={tmp_path}/batch.log")
+    words = (*options, script, *"--log-interval 1 --eval-iters 0".split())
     number = slurm.call("sbatch", *words, cwd=ROOT, **variables)
     job = Job(slurm, tmp_path, number)
     job.wait("training", lambda: len(job.losses()) >= 3)
     assert job.status()["status"] == "running"
-    seen = {
-        tuple(
-            rank.environ().get(name)
-            for name in ("RANK", "FROM_PREAMBLE", "IN_CONTAINER")
-        )
-        for rank in job.ranks()
-    }
-    assert (
-        seen == {(rank, ".yes", "so to speak") for rank in "01"}
-        and "\n0: " in job.log()
-    )
-    assert "Partition=named" in slurm.call("scontrol", "show", "job", number)
+    numbers = set()
+    for rank in job.ranks():
+        variables = rank.environ()
+        assert variables["FROM_PREAMBLE"] == ".yes"
+        assert variables["IN_CONTAINER"] == "so to speak"
+        numbers.add(variables["RANK"])
+    assert numbers == {"0", "1"} and "\n0: " in job.log()
+    assert "Partition=named" in job.show()
     assert "--two-bw-correction auto: " in job.log()
     slurm.call("scancel", number)
-    job.wait(
-        "cancelled",
-        lambda: job.status()["reason"].startswith("cancelled; saved: iteration "),
-    )
+    cancelled = "cancelled; saved: iteration "
+    job.wait("cancelled", lambda: job.status()["reason"].startswith(cancelled))
     # at the signal, and when it had ended
     assert job.words() == ["running", "failed", "failed"]
-    job.wait(
-        "gone",
-        lambda: "JobState=CANCELLED" in slurm.call("scontrol", "show", "job", number),
-    )
-    assert "Restarts=0" in slurm.call("scontrol", "show", "job", number)
+    job.wait("gone", lambda: "JobState=CANCELLED" in job.show())
+    assert "Restarts=0" in job.show()
     assert job.saved() == max(job.losses())  # it was saved all the same
 
 
@@ -332,49 +276,27 @@ def test_a_sweep_measures_and_tells_what_does_not_fit(slurm, tmp_path):
 
     def sweep(command: str, *words: object) -> str:
         # Each job has a port of its own, by its number.
-        return slurm.call(
-            sys.executable,
-            "scripts/slurm/sweep.py",
-            command,
-            "--out",
-            out,
-            *words,
-            cwd=ROOT,
-            MASTER_ADDR="127.0.0.1",
-        )
+        program = (sys.executable, "scripts/slurm/sweep.py", command, "--out", out)
+        return slurm.call(*program, *words, cwd=ROOT, MASTER_ADDR="127.0.0.1")
 
     text = f"""--model {MODELS["gpt"]} --cpu --nodes 2 --gpus-per-node 1 --model-parallel-size 2 --batch-sizes 8
         --micro-batch-size 2 --precision fp32 --train-iters 8"""
     own = text.split()
     sweep("submit", *own, "--systems", "GPipe,PipeDream-2BW", "--", *SHAPE)
     # More than a process can address: no machine tries to find that memory.
-    sweep(
-        "submit",
-        *own,
-        "--systems",
-        "PipeDream-Flush",
-        "--",
-        *SHAPE,
-        "--ffn-hidden-size",
-        4 * 10**12,
-    )
+    large = (*SHAPE, "--ffn-hidden-size", 4 * 10**12)
+    sweep("submit", *own, "--systems", "PipeDream-Flush", "--", *large)
     deadline = time.monotonic() + 150
     while not (said := sweep("status")).endswith("2 completed, 1 out of memory"):
         assert "failed" not in said and time.monotonic() < deadline, said + slurm.logs()
         time.sleep(3)
-    assert "submitted 0 runs" in sweep(
-        "submit", *own, "--systems", "GPipe,PipeDream-2BW,PipeDream-Flush"
-    )
+    systems = "GPipe,PipeDream-2BW,PipeDream-Flush"
+    assert "submitted 0 runs" in sweep("submit", *own, "--systems", systems)
     assert "(3 runs)" in sweep("collect", "--warm-up", 4)
     with open(out / "sweep.csv", newline="") as file:
         rows = {row["system"]: row for row in csv.DictReader(file)}
-    assert rows.keys() == {"GPipe", "PipeDream-2BW", "PipeDream-Flush"}
-    for system in ("GPipe", "PipeDream-2BW"):
-        assert (
-            float(rows[system]["samples_per_second"]) > 0
-            and rows[system]["iterations"] == "4"
-        )
-    assert (
-        rows["PipeDream-Flush"]["samples_per_second"] == ""
-        and "memory" in rows["PipeDream-Flush"]["reason"]
-    )
+    assert rows.keys() == {*systems.split(",")}
+    failed = rows.pop("PipeDream-Flush")
+    assert failed["samples_per_second"] == "" and "memory" in failed["reason"]
+    for row in rows.values():
+        assert float(row["samples_per_second"]) > 0 and row["iterations"] == "4"

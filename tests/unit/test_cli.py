@@ -39,24 +39,14 @@ def test_every_command_has_a_help(name, capsys):
     assert status == 0 and lines[0].startswith(f"usage: megatron-2bw {name}")
 
 
-GONE = (
-    "megatron-2bw evaluate: error: gone: it holds no checkpoint: give the folder "
-    "that a run has as --save"
-)
-
-
 @pytest.mark.parametrize(
     ("typed", "status", "line"),
     [
         ("simulat", 2, "(did you mean simulate?)"),
         ("xyz", 2, "xyz is not a command:"),
-        (
-            "completion zsh",
-            2,
-            "megatron-2bw completion: error: zsh: there is a script for bash only",
-        ),
+        ("completion zsh", 2, "completion: error: zsh: "),
         ("train gpt @gone", 1, "@gone: "),
-        ("evaluate gpt gone --mock-data", 1, GONE),
+        ("evaluate gpt gone --mock-data", 1, "evaluate: error: gone: "),
     ],
 )
 def test_a_mistake_is_answered_in_one_line(typed, status, line, capsys):
@@ -65,42 +55,40 @@ def test_a_mistake_is_answered_in_one_line(typed, status, line, capsys):
 
 
 @pytest.mark.parametrize(
-    "argv",
+    "text",
     [
-        [],
-        ["doctor", "--help"],
-        "simulate --schedule 2bw --stages 2 --microbatches 2".split(),
-        ["train", "gpt", "--x"],
+        "",
+        "doctor --help",
+        "simulate --schedule 2bw --stages 2 --microbatches 2",
+        "train gpt --x",
     ],
 )
-def test_what_needs_no_large_package(argv, on_the_cpu, monkeypatch, tmp_path):
+def test_what_needs_no_large_package(text, on_the_cpu, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(quick_check, "table", quick_check.table.__wrapped__)
     quick_check.remember(megatrons())
-    code = (
-        "import sys; from megatron_2bw import cli\n"
-        "try:\n    cli.main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
-        "found = {'torch', 'megatron', 'wandb', 'datasets', 'matplotlib', "
-        "'transformers'} & {*sys.modules}\n"
-        "assert not found, found"
-    )
-    subprocess.run(
-        [sys.executable, "-c", code, *argv], check=True, stdout=subprocess.DEVNULL
-    )
+    code = """
+import sys
+from megatron_2bw import cli
+try:
+    cli.main(sys.argv[1:])
+except SystemExit:
+    pass
+large = {*"torch megatron wandb datasets matplotlib transformers".split()}
+assert not large & {*sys.modules}
+"""
+    command = [sys.executable, "-c", code, *text.split()]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def test_completion_is_a_script_of_bash(capsys):
     _, lines, _ = ended(["completion"], capsys)
-    script = "\n".join(
-        [
-            *lines,
-            "COMP_WORDS=(megatron-2bw tr) COMP_CWORD=1; _megatron_2bw; echo ${COMPREPLY[@]}",
-        ]
+    words = (
+        "COMP_WORDS=(megatron-2bw tr) COMP_CWORD=1; _megatron_2bw; echo ${COMPREPLY[@]}"
     )
-    found = subprocess.run(
-        ["bash", "-c", script], capture_output=True, text=True, check=True
-    ).stdout
-    assert found == "train trace\n"
+    script = "\n".join([*lines, words])
+    command = ["bash", "-c", script]
+    assert subprocess.check_output(command, text=True) == "train trace\n"
 
 
 # --- train and evaluate
@@ -119,72 +107,42 @@ def dry(argv, capsys) -> list[str]:
     status, lines, errors = ended([*argv, "--dry-run"], capsys)
     assert status == 0, errors
     words = shlex.split(lines[-1])
-    return words[
-        next(number for number, word in enumerate(words) if word.endswith("_2bw.py"))
-        + 1 :
-    ]
+    while not words.pop(0).endswith("_2bw.py"):
+        pass
+    return words
 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("plan") / "plan.json"
-    flags = (
-        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
-        "--vocab-size 127"
-    )
-    cluster = ["--cluster", "p3.16xlarge", "--gpus-per-server", "2"]
-    words = [
-        *flags.split(),
-        *cluster,
-        "--max-global-batch-size",
-        "16",
-        "--schedules",
-        "2bw",
-        "--json",
-        str(path),
-    ]
-    assert planner.main(["plan", *words, "--pipeline-model-parallel-size", "2"]) == 0
+    text = f"""
+        --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 127
+        --cluster p3.16xlarge --gpus-per-server 2 --max-global-batch-size 16 --schedules 2bw
+        --pipeline-model-parallel-size 2 --json {path}
+    """
+    assert planner.main(["plan", *text.split()]) == 0
     return path
 
 
 def test_a_plan_is_a_whole_command(plan, capsys):
     """With the flags that run.sh has, mock data too; what is typed takes precedence."""
-    flags = dry(
-        [
-            "train",
-            "gpt",
-            str(plan),
-            "--lr",
-            "1e-3",
-            "--device",
-            "cpu",
-            "--transformer-impl",
-            "local",
-        ],
-        capsys,
-    )
+    typed = "--lr 1e-3 --device cpu --transformer-impl local".split()
+    flags = dry(["train", "gpt", str(plan), *typed], capsys)
     content = json.loads(plan.read_text())
-    for word in (
-        *content["run"]["model"],
-        *content["plans"][0]["flags"],
-        "--two-bw-correction",
-        "--mock-data",
-    ):
-        assert word in flags
+    first = content["plans"][0]
+    expected = {*content["run"]["model"], *first["flags"]}
+    assert expected | {"--two-bw-correction", "--mock-data"} <= {*flags}
     assert flags.count("--lr") == 1 and flags[flags.index("--lr") + 1] == "1e-3"
-    content["plans"][0] |= dict(tensor=2, context=2, depth=3, width=2)
+    first |= dict(tensor=2, context=2, depth=3, width=2)
     _, ranks = train.flags_of_plan(plan, content, "gpt", [])
     assert ranks == 24
 
 
 def test_a_yaml_file_holds_megatrons_flags(tmp_path, capsys):
-    lines = [
-        f"{name.removeprefix('--').replace('-', '_')}: {json.dumps(value)}"
-        for name, value in TINY.items()
-    ]
-    (tmp_path / "run.yaml").write_text(
-        "\n".join([*lines, "mock-data: true", "pipeline-schedule: 2BW"])
-    )
+    content = {"mock_data": True, "pipeline-schedule": "2BW"}
+    for name, value in TINY.items():
+        content[name.removeprefix("--").replace("-", "_")] = value
+    (tmp_path / "run.yaml").write_text(json.dumps(content))
     flags = dry(["train", "gpt", str(tmp_path / "run.yaml"), "--seed=3"], capsys)
     assert "--mock-data" in flags and "--seed=3" in flags and "--seed" not in flags
     assert flags[flags.index("--hidden-size") + 1] == "32"
@@ -202,53 +160,35 @@ def test_a_file_that_is_neither(text, tmp_path, capsys):
 
 def test_the_plan_of_a_gpt_trains_no_bert(plan, capsys):
     status, _, lines = ended(["train", "bert", str(plan)], capsys)
-    assert status and lines == [
-        f"megatron-2bw train: error: {plan}: it is the plan of a gpt: train gpt"
-    ]
+    assert status and len(lines) == 1 and "it is the plan of a gpt" in lines[0]
 
 
 @pytest.mark.usefixtures("on_the_cpu")  # it makes the table of Megatron's flags
 def test_wrong_flags_end_it_before_a_rank_starts(monkeypatch, capsys):
-    monkeypatch.setattr(
-        train, "run_ranks", lambda *given: pytest.fail("a rank was started")
-    )
-    status, out, lines = ended(
-        ["train", "gpt", *FLAGS, "--mock-data", "--lr-decay-iter", "1"], capsys
-    )
+    monkeypatch.setattr(train, "run_ranks", pytest.fail)
+    argv = ["train", "gpt", *FLAGS, "--mock-data", "--lr-decay-iter", "1"]
+    status, out, (line,) = ended(argv, capsys)
     assert status == 2 and out == []
-    expected = (
-        "unrecognized arguments: --lr-decay-iter 1 (did you mean --lr-decay-iters?)"
-    )
-    assert [line.split("error: ")[1] for line in lines] == [expected]
+    assert line.endswith("--lr-decay-iter 1 (did you mean --lr-decay-iters?)")
 
 
 @pytest.mark.parametrize(
     ("more", "number"),
     [
-        ([], 1),
-        (["--pipeline-model-parallel-size=2", "--nproc", "4"], 4),
+        ("", 1),
+        ("--pipeline-model-parallel-size=2 --nproc 4", 4),
         # the last counts
-        (
-            ["--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-size=2"],
-            2,
-        ),
+        ("--pipeline-model-parallel-size 4 --pipeline-model-parallel-size=2", 2),
     ],
 )
 def test_the_number_of_ranks(more, number, monkeypatch):
     """Of the sizes, or as typed."""
     started = []
     monkeypatch.setattr(
-        train, "run_ranks", lambda prog, command: started.extend(command) or 0
+        train, "run_ranks", lambda prog, command: started.extend(command)
     )
-    flags = [
-        *FLAGS,
-        "--mock-data",
-        "--pipeline-schedule",
-        "2bw",
-        "--global-batch-size",
-        "8",
-    ]
-    assert cli.main(["train", "gpt", *flags, *more]) == 0
+    flags = f"--mock-data --pipeline-schedule 2bw --global-batch-size 8 {more}".split()
+    assert cli.main(["train", "gpt", *FLAGS, *flags]) == 0
     assert started[started.index("--nproc-per-node") + 1] == str(number)
 
 
@@ -261,33 +201,25 @@ SLURM = {
 
 
 def test_several_hosts_start_torchrun(monkeypatch, capsys):
-    flags = [
-        *FLAGS,
-        "--mock-data",
-        "--pipeline-model-parallel-size",
-        "2",
-        "--nproc",
-        "1",
-        "--dry-run",
-    ]
-    for argv, variables in (
-        (["--nnodes", "2", "--node-rank", "1", "--master-addr", "first"], {}),
-        (["--master-addr", "first"], SLURM | {"SLURM_STEP_NODELIST": "first,second"}),
-        (["--nnodes", "1", "--master-port", "29501"], {}),
+    common = "--mock-data --pipeline-model-parallel-size 2 --nproc 1 --dry-run".split()
+    two = "--nnodes 2 --node-rank 1 --master-addr first --master-port 29500 --nproc-per-node 1"
+    one = (
+        "--nnodes 1 --node-rank 0 --master-addr 127.0.0.1 --master-port 29501 "
+        "--nproc-per-node 1"
+    )
+    nodes = SLURM | {"SLURM_STEP_NODELIST": "first,second"}
+    for text, variables, expected in (
+        ("--nnodes 2 --node-rank 1 --master-addr first", {}, two),
+        ("--master-addr first", nodes, two),
+        ("--nnodes 1 --master-port 29501", {}, one),
     ):
         with monkeypatch.context() as patched:
             for name, value in variables.items():
                 patched.setenv(name, value)
-            status, lines, _ = ended(["train", "gpt", *flags, *argv], capsys)
+            argv = ["train", "gpt", *FLAGS, *common, *text.split()]
+            status, lines, _ = ended(argv, capsys)
         assert status == 0
-        two = "--nnodes 2 --node-rank 1 --master-addr first --master-port 29500 --nproc-per-node 1"
-        one = (
-            "--nnodes 1 --node-rank 0 --master-addr 127.0.0.1 --master-port 29501 "
-            "--nproc-per-node 1"
-        )
-        assert (one if "1" in argv[:2] else two) in lines[
-            -1
-        ] and "torch.distributed.run" in lines[-1]
+        assert expected in lines[-1] and "torch.distributed.run" in lines[-1]
 
 
 @pytest.mark.parametrize(
@@ -295,12 +227,10 @@ def test_several_hosts_start_torchrun(monkeypatch, capsys):
 )
 def test_hosts_that_do_not_fit(argv, nodes, monkeypatch, capsys):
     """One that is not told which it is, and eight tasks on two nodes or one."""
-    for name, value in (
-        (SLURM | {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": nodes}).items()
-        if nodes
-        else ()
-    ):
-        monkeypatch.setenv(name, value)
+    if nodes:
+        tasks = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": nodes}
+        for name, value in (SLURM | tasks).items():
+            monkeypatch.setenv(name, value)
     status, _, lines = ended(["train", "gpt", *argv], capsys)
     assert status == 2 and len(lines) == 1
 
@@ -310,9 +240,8 @@ def test_words_of_a_file(plan, tmp_path, capsys):
     (tmp_path / "flags").write_text(
         "--device cpu\n--transformer-impl local --wandb-exp-name 'a b'"
     )
-    flags = dry(
-        ["train", "gpt", "--nproc", "2", str(plan), f"@{tmp_path}/flags"], capsys
-    )
+    argv = ["train", "gpt", "--nproc", "2", str(plan), f"@{tmp_path}/flags"]
+    flags = dry(argv, capsys)
     assert "--num-layers" in flags and "a b" in flags
 
 
@@ -343,7 +272,8 @@ def ranks(tmp_path, text: str, number: int) -> subprocess.Popen:
 )
 def test_the_first_failure_ends_the_other_ranks(fault, status, line, tmp_path):
     parent = ranks(tmp_path, f"{fault} if rank == '1' else time.sleep(600)", 2)
-    assert (parent.communicate(timeout=200)[1], parent.returncode) == (line, status)
+    _, errors = parent.communicate(timeout=200)
+    assert errors == line and parent.returncode == status
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -356,7 +286,6 @@ def test_a_signal_reaches_the_ranks(number, tmp_path):
     while len(list(tmp_path.glob("begun*"))) < 2:
         time.sleep(0.05)
     parent.send_signal(number)
-    assert (
-        parent.communicate(timeout=200)[1] == "" and parent.returncode == 128 + number
-    )
+    _, errors = parent.communicate(timeout=200)
+    assert errors == "" and parent.returncode == 128 + number
     assert len(list(tmp_path.glob("saved*"))) == 2

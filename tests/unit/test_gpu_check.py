@@ -24,40 +24,29 @@ def go(path, *each: Row) -> tuple[int, dict]:
     return status, json.loads(path.read_text())["rows"]
 
 
-def fails(check):
-    raise Failed("weights differ by 1.0e-03")
+def nothing(check) -> dict:
+    return {}
 
 
 def test_a_row_that_fails_is_named_and_the_others_run(tmp_path, capsys):
+    def fails(check):
+        raise Failed("weights differ by 1.0e-03")
+
     def breaks(check):
         raise ZeroDivisionError("of what\nnobody knows")
 
-    each = [
-        row(fails),
-        row(breaks, "two"),
-        row(lambda check: {}, "three", needs=("cuda",)),
-    ]
-    status, found = go(
-        tmp_path / "new" / "r.json", *each, row(lambda check: {"share": 0.25}, "4")
-    )
+    each = [row(fails), row(breaks, "two"), row(nothing, "three", needs=("cuda",))]
+    status, found = go(tmp_path / "new" / "r.json", *each, row(nothing, "four"))
     assert status == 1
-    assert [entry["result"] for entry in found.values()] == [
-        FAILED,
-        FAILED,
-        SKIPPED,
-        OK,
-    ]
+    results = [entry["result"] for entry in found.values()]
+    assert results == [FAILED, FAILED, SKIPPED, OK]
     assert found["one"]["why"] == "weights differ by 1.0e-03"
-    assert (
-        found["two"]["why"] == "ZeroDivisionError: of what"
-        and "nobody knows" in found["two"]["log"]
-    )
+    assert found["two"]["why"] == "ZeroDivisionError: of what"
+    assert "nobody knows" in found["two"]["log"]
     shown = capsys.readouterr().out
-    assert (
-        "three  skipped  needs a GPU" in shown
-        and "1 ok, 2 FAILED, 0 hangs, 1 skipped" in shown
-    )
-    assert go(tmp_path / "r.json", row(lambda check: {}))[0] == 0
+    assert "three  skipped  needs a GPU" in shown
+    assert "1 ok, 2 FAILED, 0 hangs, 1 skipped" in shown
+    assert go(tmp_path / "r.json", row(nothing))[0] == 0
 
 
 def run_of(*losses: float, weight: float = 1.0) -> list[Observed]:
@@ -66,10 +55,8 @@ def run_of(*losses: float, weight: float = 1.0) -> list[Observed]:
 
 def test_what_counts_as_a_difference():
     same = run_of(1.0, 2.0)
-    assert rows.compared(same, run_of(1.0, 2.0)) == {
-        "iterations": 2,
-        "differences": 0.0,
-    }
+    equal = {"iterations": 2, "differences": 0.0}
+    assert rows.compared(same, run_of(1.0, 2.0)) == equal
     for other in (
         run_of(1.0, 2.0000002),
         run_of(1.0, 2.0, weight=1.0001),
@@ -78,12 +65,8 @@ def test_what_counts_as_a_difference():
     ):
         with pytest.raises(Failed):
             rows.compared(same, other)
-    assert (
-        rows.compared(same, run_of(1.0, 2.0, weight=1.01), tolerance=0.05)[
-            "differences"
-        ]
-        > 0
-    )
+    near = run_of(1.0, 2.0, weight=1.01)
+    assert rows.compared(same, near, tolerance=0.05)["differences"] > 0
 
 
 @pytest.mark.parametrize("words", [["--row", "nothing"], ["--device", "cuda"]])
@@ -91,10 +74,8 @@ def test_wrong_words(words, capsys):
     """The machine of the tests has no GPU."""
     with pytest.raises(SystemExit) as end:
         cli.main(["gpu-check", *words])
-    assert (
-        end.value.code == 2
-        and f"error: {' '.join(words)}: " in capsys.readouterr().err.splitlines()[-1]
-    )
+    assert end.value.code == 2
+    assert f"error: {' '.join(words)}: " in capsys.readouterr().err
 
 
 def test_ranks_share_gpus():

@@ -29,120 +29,83 @@ LEFT = HALF + "[exiting program after receiving SIGTERM.] datetime: 2026-01-01\n
 
 TIME = dict(signalled=True)
 SENT = "node.sh: Slurm has sent SIGTERM"
-ENDS = {  # (how a start ended, the status word, whether it is queued again)
-    "all iterations": (Facts(0, WHOLE, saved=10), "completed", False),
-    "all iterations, then the signal": (
-        Facts(0, WHOLE, saved=10, **TIME),
-        "completed",
-        False,
-    ),
-    "killed in its last save": (Facts(0, WHOLE, saved=5, **TIME), "pending", True),
-    "all iterations, nothing saved": (Facts(0, WHOLE, keeps=False), "completed", False),
-    "--exit-interval": (
-        Facts(0, HALF + "exiting program at iteration 5", saved=5),
-        "completed",
-        False,
-    ),
-    "nothing to train": (Facts(0, "", saved=10, before=10), "completed", False),
-    "the time limit": (Facts(0, LEFT, saved=5, **TIME), "pending", True),
-    "preempted: only the steps are signalled": (
-        Facts(0, LEFT, saved=5),
-        "pending",
-        True,
-    ),
+AGAIN = "pending, queued again"
+ENDS = {  # how a start ended: the facts, the status word
+    "all iterations": (Facts(0, WHOLE, saved=10), "completed"),
+    "all iterations, then the signal": (Facts(0, WHOLE, saved=10, **TIME), "completed"),
+    "killed in its last save": (Facts(0, WHOLE, saved=5, **TIME), AGAIN),
+    "all iterations, nothing saved": (Facts(0, WHOLE, keeps=False), "completed"),
+    "--exit-interval": (Facts(0, HALF, saved=5), "completed"),
+    "nothing to train": (Facts(0, "", saved=10, before=10), "completed"),
+    "the time limit": (Facts(0, LEFT, saved=5, **TIME), AGAIN),
+    "preempted: only the steps are signalled": (Facts(0, LEFT, saved=5), AGAIN),
     "nothing saved, again": (
         Facts(0, HALF, saved=5, before=5, idle=IDLE_STARTS - 1, **TIME),
         "timeout",
-        False,
     ),
-    "torchrun kills a rank then": (
-        Facts(137, HALF + "Signal 9 (SIGKILL)", saved=5, **TIME),
-        "pending",
-        True,
-    ),
-    "nothing is to be saved": (Facts(0, LEFT, keeps=False, **TIME), "timeout", False),
-    "scancel": (Facts(0, LEFT, cancelled=True, saved=5), "failed", False),
-    "preempted before training": (Facts(0, SENT), "pending", True),
-    "srun ends the other nodes": (Facts(1, f"{HALF}{SENT}\n"), "failed", False),
-    "preempted at once": (Facts(143, HALF, requeued=True, saved=5), "pending", False),
-    "GPU": (
-        Facts(1, HALF + "torch.OutOfMemoryError: CUDA out of memory. "),
-        "out of memory",
-        False,
-    ),
-    "killed": (Facts(137, HALF), "out of memory", False),
-    "a rank is killed": (
-        Facts(1, "  exitcode  : -9 (pid: 71)"),
-        "out of memory",
-        False,
-    ),
-    "a wrong flag": (Facts(2, "pretrain_gpt_2bw.py: error: --lr x\n"), "failed", False),
+    "torchrun kills a rank then": (Facts(137, HALF, saved=5, **TIME), AGAIN),
+    "nothing is to be saved": (Facts(0, LEFT, keeps=False, **TIME), "timeout"),
+    "scancel": (Facts(0, LEFT, cancelled=True, saved=5), "failed"),
+    "preempted before training": (Facts(0, SENT), AGAIN),
+    "srun ends the other nodes": (Facts(1, HALF + SENT), "failed"),
+    "preempted at once": (Facts(143, HALF, requeued=True, saved=5), "pending"),
+    "GPU": (Facts(1, HALF + "CUDA out of memory. "), "out of memory"),
+    "killed": (Facts(137, HALF), "out of memory"),
+    "a rank is killed": (Facts(1, "  exitcode  : -9 (pid: 71)"), "out of memory"),
+    "a wrong flag": (Facts(2, "error: --lr x\n"), "failed"),
 }
 
 
-@pytest.mark.parametrize("facts, word, requeue", ENDS.values(), ids=ENDS)
-def test_how_a_start_has_ended(facts, word, requeue):
+@pytest.mark.parametrize("facts, word", ENDS.values(), ids=ENDS)
+def test_how_a_start_has_ended(facts, word):
     outcome = decide(facts)
-    assert (outcome.word, outcome.requeue) == (word, requeue) and outcome.reason
-    assert (
-        word in WORDS
-        and "\n" not in outcome.reason
-        and requeue == (word == "pending" and not facts.requeued)
-    )
+    assert outcome.requeue == (word == AGAIN)
+    assert outcome.word == word.removesuffix(", queued again")
+    assert outcome.word in WORDS
+    assert outcome.reason.count("\n") == 0 < len(outcome.reason)
 
 
 DIED = {
-    "PENDING": "running",
-    "RUNNING": "running",
     "COMPLETING": "running",
-    "TIMEOUT": "timeout",
+    "DEADLINE": "timeout",
+    "OUT_OF_MEMORY": "out of memory",
+    "CANCELLED+": "failed",
+    # its script would have written a word
+    "COMPLETED": "failed",
+    "": "failed",
 }
-DIED |= {"DEADLINE": "timeout", "OUT_OF_MEMORY": "out of memory"}
-DIED |= dict.fromkeys(("CANCELLED by 0", "CANCELLED+", "COMPLETED", ""), "failed")
 
 
 @pytest.mark.parametrize("state, word", DIED.items())
 def test_a_job_that_died_without_a_word_is_written_down_when_somebody_looks(
     state, word, tmp_path, monkeypatch, capsys
 ):
-    """COMPLETED: its script would have written a word. A job whose word is written, and
-    one without a number, stay."""
+    """A job whose word is written, and one without a number, stay."""
     for name in ("squeue", "sacct"):
-        (tmp_path / name).write_text(
-            f'#!/bin/bash\n[[ $* == *" 7" ]] || exit 1\necho "{state}"\n'
-        )
-        (tmp_path / name).chmod(0o755)
+        executable(tmp_path / name, f'[[ $* == *" 7" ]] || exit 1\necho "{state}"')
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    status.write(
-        tmp_path / "open" / "status.json", Outcome("running", "start 0"), job="7"
-    )
-    status.write(
-        tmp_path / "ended" / "status.json", Outcome("completed", "start 0"), job="7"
-    )
+    files = [tmp_path / name / "status.json" for name in ("ended", "open", "queued")]
+    status.write(files[0], Outcome("completed", "start 0"), job="7")
+    status.write(files[1], Outcome("running", "start 0"), job="7")
     # a sweep's, before its start
-    status.write(tmp_path / "queued" / "status.json", Outcome("pending", "submitted"))
-    assert status.main(["show", *map(str, sorted(tmp_path.iterdir()))]) == 0
+    status.write(files[2], Outcome("pending", "submitted"))
+    assert status.main(["show", *(str(file.parent) for file in files)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(": ")[1].split(",")[0] for line in lines] == [
-        "completed",
-        word,
-        "pending",
-    ]
-    assert status.read(tmp_path / "open" / "status.json")["status"] == word
+    for line, expected in zip(lines, ("completed", word, "pending"), strict=True):
+        assert f": {expected}, " in line
+    assert status.read(files[1])["status"] == word
+
+
+def executable(path: Path, text: str) -> None:
+    """A script of bash."""
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
 
 
 def call(monkeypatch, folder: Path, command: str, start: int, *words: str) -> int:
-    named = [
-        "--file",
-        str(folder / "status.json"),
-        "--job",
-        "7",
-        "--start",
-        str(start),
-        "--checkpoints",
-        str(folder),
-    ]
-    monkeypatch.setattr(sys, "argv", ["status.py", command, *named, *words])
+    text = f"{command} --file {folder}/status.json --job 7 --start {start}"
+    argv = [*text.split(), "--checkpoints", str(folder), *words]
+    monkeypatch.setattr(sys, "argv", ["status.py", *argv])
     return status.main()
 
 
@@ -159,9 +122,9 @@ def test_a_job_goes_on_as_long_as_it_saves_iterations(tmp_path, monkeypatch, cap
 
 def test_a_job_whose_nodes_fail_again_and_again_ends(tmp_path, monkeypatch, capsys):
     """Slurm starts it again by itself then, so nobody has called `end`."""
-    assert [
-        call(monkeypatch, tmp_path, "start", start) for start in range(IDLE_STARTS + 1)
-    ] == [0] * IDLE_STARTS + [1]
+    for start in range(IDLE_STARTS):
+        assert call(monkeypatch, tmp_path, "start", start) == 0
+    assert call(monkeypatch, tmp_path, "start", IDLE_STARTS) == 1
     assert "no iteration saved" in capsys.readouterr().err
     assert status.read(tmp_path / "status.json")["status"] == "failed"
 
@@ -199,24 +162,13 @@ def test_flags_of_a_model():
     data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "30522"]
     assert words == [*model.flags(), *plan, *training.flags(), *data]
     own = job_flags.words("bert", model.name, "", 2, 8, "fp32", "--data-path 'my text'")
-    assert own == [
-        *model.flags(),
-        *plan[:-1],
-        *training.flags(),
-        "--data-path",
-        "my text",
-    ]
+    common = [*model.flags(), *plan[:-1], *training.flags()]
+    assert own == [*common, "--data-path", "my text"]
 
 
 @pytest.mark.parametrize(
     "name, ranks, depth",
-    [
-        ("gpt-2.2b", 8, 8),
-        ("gpt-2.2b", 64, 32),
-        ("gpt-3.8b", 64, 16),
-        ("gpt-355m", 1, 1),
-        ("gpt-355m", 7, 1),
-    ],
+    [("gpt-2.2b", 64, 32), ("gpt-3.8b", 64, 16), ("gpt-355m", 7, 1)],
 )
 def test_default_sizes_fill_the_stages(name, ranks, depth):
     plan = job_flags.default_plan(PRESETS[name], ranks)
@@ -230,43 +182,30 @@ def test_flags_of_a_plan(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(PLAN))
     words = job_flags.words("gpt", "", str(path), 2, 8, "")
-    assert words == [
-        *PLAN["run"]["model"],
-        *BEST["flags"],
-        *BEST["training"],
-        "--mock-data",
-    ]
+    flags = [*PLAN["run"]["model"], *BEST["flags"], *BEST["training"]]
+    assert words == [*flags, "--mock-data"]
     saving = job_flags.words(
         "gpt", "gpt-2.2b", str(path), 2, 8, "fp16", "--data-path a", save=True
     )
-    assert saving == [*words[:-1], "--save-interval", "20", "--data-path", "a"]
+    assert saving == [*flags, "--save-interval", "20", "--data-path", "a"]
 
 
 @pytest.mark.parametrize(
-    "kind, model, plan, nodes, precision, line",
+    "model, plan, nodes, precision, line",
     [
-        ("gpt", "gpt-9b", None, (1, 8), "bf16", "MODEL=gpt-9b: "),
-        (
-            "gpt",
-            "",
-            PLAN,
-            (4, 8),
-            "",
-            "is for 2 nodes with 8 GPUs each, the job has 4 with 8: give sbatch --nodes=2 ",
-        ),
-        ("gpt", "", PLAN, (2, 8), "bf16", "is for gpt-2.2b in fp16"),
-        ("gpt", "", {"plans": []}, (2, 8), "", "holds no plan"),
+        ("gpt-9b", None, 1, "bf16", "MODEL=gpt-9b: "),
+        ("", PLAN, 4, "", "the job has 4 with 8: give sbatch --nodes=2 "),
+        ("", PLAN, 2, "bf16", "is for gpt-2.2b in fp16"),
+        ("", {"plans": []}, 2, "", "holds no plan"),
     ],
 )
 def test_wrong_variables_are_told_in_one_line(
-    kind, model, plan, nodes, precision, line, tmp_path
+    model, plan, nodes, precision, line, tmp_path
 ):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan))
     with pytest.raises(UserError) as error:
-        job_flags.words(
-            kind, model, "" if plan is None else str(path), *nodes, precision
-        )
+        job_flags.words("gpt", model, str(path) if plan else "", nodes, 8, precision)
     assert line in str(error.value) and "\n" not in str(error.value)
 
 
@@ -295,23 +234,18 @@ def batch(
     what they are given, and for sleep, which takes a tenth of its seconds."""
     scontrol = f'echo "scontrol $*" >> called; [[ $* = *hostnames* ]] && echo a || echo "{job}"'
     stubs = {"srun": srun, "squeue": squeue, "scontrol": scontrol, "scancel": scancel}
+    stubs["srun"] = f'printf "%s\\n" "$@" > words\n{srun}'
+    stubs["sleep"] = "PATH=/usr/bin:/bin sleep 0.$1"
     for name, text in stubs.items():
-        (folder / name).write_text(
-            f'#!/bin/bash\n[ {name} != srun ] || printf "%s\\n" "$@" > words\n{text}\n'
-        )
-        (folder / name).chmod(0o755)
-    (folder / "sleep").write_text("#!/bin/bash\nPATH=/usr/bin:/bin sleep 0.$1\n")
-    (folder / "sleep").chmod(0o755)
-    variables = {
-        name: value for name, value in (SLURM | changes).items() if value is not None
-    }
+        executable(folder / name, text)
+    variables = {"PATH": f"{folder}:{os.environ['PATH']}"} | SLURM | changes
     return subprocess.run(
         ["bash", SCRIPTS / "pretrain_gpt_2bw.sbatch", *words],
         cwd=folder,
         capture_output=True,
         text=True,
         check=False,
-        env={"PATH": f"{folder}:{os.environ['PATH']}"} | variables,
+        env={name: value for name, value in variables.items() if value is not None},
         timeout=60,
     )
 
@@ -320,38 +254,33 @@ def content(folder: Path) -> dict:
     return json.loads((folder / "logs" / "job-7" / "status.json").read_text())
 
 
+def srun_words(folder: Path) -> list[str]:
+    return (folder / "words").read_text().splitlines()
+
+
 def test_the_callers_flags_win_and_data_args_replace_the_mock_data(tmp_path):
     # sbatch hands SLURM_ARRAY_JOB_ID on to a job that a job of an array submits
     own = dict(SLURM_ARRAY_JOB_ID="5", job="JobId=7 JobState=RUNNING Restarts=0")
     done = batch(tmp_path, "--lr", "1", DATA_ARGS="--data-path a", **own)
     assert done.returncode == 0 and not done.stderr, done.stderr
-    words = (tmp_path / "words").read_text().splitlines()
-    assert (
-        words[-4:] == ["--data-path", "a", "--lr", "1"]
-        and "--mock-data" not in words
-        and "--bf16" not in words
-    )
-    assert (
-        words[words.index("--save") + 1]
-        == words[words.index("--load") + 1]
-        == f"{tmp_path}/checkpoints/gpt-355m"
-    )
-    assert (
-        words.count("--save-interval") == 1
-        and words[words.index("--save-interval") + 1] == "1000"
-    )
+    words = srun_words(tmp_path)
+    assert words[-4:] == ["--data-path", "a", "--lr", "1"]
+    assert not {"--mock-data", "--bf16"} & {*words}
+    for flag in ("--save", "--load"):
+        assert words[words.index(flag) + 1] == f"{tmp_path}/checkpoints/gpt-355m"
+    assert words.count("--save-interval") == 1
+    assert words[words.index("--save-interval") + 1] == "1000"
     assert content(tmp_path)["status"] == "completed"
     batch(tmp_path, SLURM_GPUS_ON_NODE="4", PROCESSES_PER_NODE=None, CHECKPOINTS="none")
-    words = (tmp_path / "words").read_text().splitlines()
+    words = srun_words(tmp_path)
     assert "--bf16" in words and words[words.index("--nproc-per-node") + 1] == "4"
-    assert "--save" not in words and "--save-interval" not in words
+    assert not {"--save", "--save-interval"} & {*words}
 
 
 def python(folder: Path, line: str) -> str:
     """A Python that runs a line of bash first."""
     path = folder / "python"
-    path.write_text(f'#!/bin/bash\n{line}\nexec {sys.executable} "$@"\n')
-    path.chmod(0o755)
+    executable(path, f'{line}\nexec {sys.executable} "$@"')
     return str(path)
 
 
@@ -361,71 +290,45 @@ ARRAY = dict(SLURM_ARRAY_JOB_ID="7", job="JobState=RUNNING ArrayJobId=7")
 @pytest.mark.parametrize(
     "words, changes, line",
     [
-        (
-            (),
-            dict(PROCESSES_PER_NODE=None),
-            "no GPUs in this allocation: give sbatch --gpus-per-node=N, or PROCESSES",
-        ),
+        ((), dict(PROCESSES_PER_NODE=None), "no GPUs in this allocation: "),
         (("--load=x",), {}, "--load: give CHECKPOINTS=folder"),
-        (
-            (),
-            dict(DATA_ARGS="--data-path\n'a"),
-            "DATA_ARGS=--data-path 'a: No closing quotation",
-        ),
-        ((), ARRAY, "sbatch --array: a job of an array cannot queue itself again"),
+        ((), dict(DATA_ARGS="--data-path\n'a"), "DATA_ARGS=--data-path 'a: "),
+        ((), ARRAY, "sbatch --array: "),
         ((), dict(PREAMBLE="fails.sh"), "PREAMBLE=fails.sh has ended with status 3"),
     ],
 )
 def test_a_refused_job_says_why_in_one_line(words, changes, line, tmp_path):
     (tmp_path / "fails.sh").write_text("(exit 3)\n")
-    done = batch(tmp_path, *words, **changes)
-    assert (
-        done.returncode == 2
-        and done.stderr.startswith(f"job: error: {line}")
-        and done.stderr.count("\n") == 1
-    )
-    assert content(tmp_path)["status"] == "failed" and content(tmp_path)[
-        "reason"
-    ].startswith(line)
+    refused(batch(tmp_path, *words, **changes), line)
+    assert content(tmp_path)["status"] == "failed"
+    assert content(tmp_path)["reason"].startswith(line)
     assert not (tmp_path / "words").exists()
+
+
+def refused(done, line: str) -> None:
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"job: error: {line}")
+    assert done.stderr.count("\n") == 1
 
 
 def test_two_jobs_do_not_save_to_one_folder(tmp_path):
     owner = tmp_path / "checkpoints" / "gpt-355m" / "slurm_job"
     owner.parent.mkdir(parents=True)
     owner.write_text("6\n")
-    done = batch(
-        tmp_path, squeue='[[ $* == *"=RUNNING,COMPLETING,SUSPENDED "* ]] && echo 6'
-    )
-    assert (
-        done.returncode == 2
-        and "job 6 is saving to " in done.stderr
-        and done.stderr.count("\n") == 1
-    )
+    running = '[[ $* == *"=RUNNING,COMPLETING,SUSPENDED "* ]] && echo 6'
+    refused(batch(tmp_path, squeue=running), "job 6 is saving to ")
     assert owner.read_text() == "6\n"
-    done = batch(
-        tmp_path,
-        squeue="echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1",
-    )
-    assert (
-        done.returncode == 0
-        and owner.read_text() == "7\n"
-        and len(list(owner.parent.iterdir())) == 1
-    )
-    owner.write_text("6\n")
-    assert batch(tmp_path).returncode == 0 and owner.read_text() == "7\n"
+    # Slurm has forgotten the owner
+    gone = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+    for squeue in (gone, ""):
+        owner.write_text("6\n")
+        assert batch(tmp_path, squeue=squeue).returncode == 0
+        assert owner.read_text() == "7\n" and [*owner.parent.iterdir()] == [owner]
     # While Slurm does not say whose the folder is, it is not taken.
     owner.write_text("6\n")
     busy = "echo x >> asked; echo 'error: Unable to contact slurm controller' >&2; "
-    done = batch(tmp_path, squeue=busy + "exit 1")
-    assert done.returncode == 2 and done.stderr.startswith(
-        "job: error: squeue does not tell whether job 6 still saves"
-    )
-    assert (
-        "Unable to contact" in done.stderr
-        and done.stderr.count("\n") == 1
-        and owner.read_text() == "6\n"
-    )
+    refused(batch(tmp_path, squeue=busy + "exit 1"), "squeue does not tell ")
+    assert owner.read_text() == "6\n"
     assert (tmp_path / "asked").read_text() == "x\n" * 3
 
 
@@ -461,14 +364,11 @@ def test_a_signal_to_the_batch_shell(job, words, requeued, tmp_path):
         scancel='echo "scancel $*" >> called',
     )
     done = batch(tmp_path, "--exit-signal", "SIGUSR1", job=job, **stubs)
-    assert [entry["status"] for entry in content(tmp_path)["history"]] == [
-        "running",
-        *words,
-    ], done.stderr
-    assert ("scontrol requeue 7" in (tmp_path / "called").read_text()) == requeued
-    assert ("scancel --signal=SIGUSR1 7" in (tmp_path / "called").read_text()) == (
-        words == ["pending"]
-    )
+    history = [entry["status"] for entry in content(tmp_path)["history"]]
+    assert history == ["running", *words], done.stderr
+    called = (tmp_path / "called").read_text()
+    assert ("scontrol requeue 7" in called) == requeued
+    assert ("scancel --signal=SIGUSR1 7" in called) == (words == ["pending"])
     assert done.returncode == (0 if requeued else 1)
 
 
@@ -479,14 +379,10 @@ def test_outside_the_clone_it_finds_the_installed_package_or_says_where_to_submi
         tmp_path, MEGATRON_2BW=None, JOB_PYTHON=sys.executable, PYTHONPATH=str(ROOT)
     )
     assert done.returncode == 0, done.stderr
-    assert (
-        f"{ROOT}/megatron_2bw/tools/slurm/node.sh" in (tmp_path / "words").read_text()
-    )
+    assert f"{SCRIPTS}/node.sh" in srun_words(tmp_path)
     done = batch(tmp_path, MEGATRON_2BW=None, JOB_PYTHON=python(tmp_path, "exit 1"))
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(
-        "submit from the clone or in the environment of megatron_2bw"
-    )
+    assert done.stderr.splitlines()[-1].startswith("submit from the clone or ")
 
 
 def test_a_container_and_a_preamble(tmp_path):
@@ -495,53 +391,38 @@ def test_a_container_and_a_preamble(tmp_path):
     (tmp_path / "preamble.sh").write_text(
         'export HF_HOME="$unset/hub"\nfalse\nexport NCCL_DEBUG=WARN\n'
     )
-    given = [
-        "--container-image=/a/b.sqsh",
-        "--container-mounts=/my data:/data",
-        *"apptainer exec --nv".split(),
-    ]
-    variables = dict(
-        PREAMBLE="preamble.sh", PYTHON="python-of-the-image", JOB_PYTHON=sys.executable
+    srun_args = (
+        "--container-image=/a/b.sqsh '--container-mounts=/my data:/data' env A=b"
     )
     done = batch(
         tmp_path,
         srun='echo "$HF_HOME $NCCL_DEBUG" > seen',
-        SRUN_ARGS=shlex.join(given),
-        **variables,
+        SRUN_ARGS=srun_args,
+        PREAMBLE="preamble.sh",
+        PYTHON="python-of-the-image",
+        JOB_PYTHON=sys.executable,
     )
-    words = (tmp_path / "words").read_text().splitlines()
-    command = words.index("bash")
-    assert (
-        done.returncode == 0
-        and not done.stderr
-        and content(tmp_path)["status"] == "completed"
-    )
-    assert words[command - 5 : command] == given
-    assert words[command + 1 : command + 3] == [
-        f"{SCRIPTS}/node.sh",
-        "python-of-the-image",
-    ]
+    assert done.returncode == 0 and not done.stderr
+    assert content(tmp_path)["status"] == "completed"
+    command = ["bash", f"{SCRIPTS}/node.sh", "python-of-the-image"]
+    expected = shlex.split(srun_args) + command
+    words = srun_words(tmp_path)
+    first = words.index(expected[0])
+    assert words[first : first + len(expected)] == expected
     assert (tmp_path / "seen").read_text() == "/hub WARN\n"
 
 
 def test_one_node_of_a_job_ends_with_its_commands_status_and_with_0_after_a_signal(
     tmp_path,
 ):
+    def node(line: str) -> int:
+        torchrun = python(tmp_path, line)
+        command = [SCRIPTS / "node.sh", torchrun, "9", "word"]
+        return subprocess.run(command, check=False, timeout=20, cwd=tmp_path).returncode
+
     signalled = "[[ $PET_SIGNALS_TO_HANDLE == *,SIGUSR1,* ]] && kill -USR1 $PPID; sleep 0.2; exit 1"
     for script, expected in (("exit 3", 3), ("exit 0", 0), (signalled, 0)):
-        torchrun = python(tmp_path, f"[[ $1 == - ]] && exit; {script}")
-        done = subprocess.run(
-            [SCRIPTS / "node.sh", torchrun, "9", "word"], check=False, timeout=20
-        )
-        assert done.returncode == expected
+        assert node(f"[[ $1 == - ]] && exit; {script}") == expected
     # After a signal that comes before torchrun starts, it does not start.
-    torchrun = python(
-        tmp_path, "[[ $1 != - ]] || { kill -TERM $PPID; exit; }; touch started"
-    )
-    assert (
-        subprocess.run(
-            [SCRIPTS / "node.sh", torchrun, "9"], check=False, timeout=20, cwd=tmp_path
-        ).returncode
-        == 0
-    )
+    assert node("[[ $1 != - ]] || { kill -TERM $PPID; exit; }; touch started") == 0
     assert not (tmp_path / "started").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,7 +15,7 @@ from megatron_2bw.engine.recorder import Record, Recorder
 from megatron_2bw.engine.trace_file import TraceWriter, forget
 from megatron_2bw.schedules import SCHEDULES, Action, Shape
 from megatron_2bw.tools.timelines.measured import last_batches, timelines
-from megatron_2bw.tools.timelines.simulator import Times, simulate
+from megatron_2bw.tools.timelines.simulator import Event, Times, simulate
 from megatron_2bw.tools.timelines.trace import main, merge, read, timed
 
 CPU = torch.device("cpu")
@@ -42,7 +43,8 @@ def records_of(
 
     With a flush the wait for the step is in it.
     """
-    free, records = 0.0, []
+    free = 0.0
+    records = []
     for event in simulate(SCHEDULES[schedule], shape, times):
         if event.stage == stage:
             start = event.start
@@ -54,16 +56,17 @@ def records_of(
 
 
 def write(
-    folder,
-    shape: Shape,
-    schedule: str = "2bw",
-    pipeline: int = 0,
-    times: Times = Times(),
+    folder: Path, shape: Shape, schedule: str = "2bw", times: Times = Times()
 ) -> None:
     for stage in range(shape.stages):
-        writer = TraceWriter(folder, stage, pipeline)
+        writer = TraceWriter(folder, stage, pipeline=0)
         for record in records_of(stage, shape, schedule, times):
             writer.write([record])
+
+
+def written(folder: Path) -> list[Event]:
+    """The actions in the files of a folder."""
+    return [event for file in folder.iterdir() for event in timed(read(file))]
 
 
 def test_files_hold_every_action_and_every_wait(tmp_path):
@@ -72,27 +75,22 @@ def test_files_hold_every_action_and_every_wait(tmp_path):
     for stage in range(3):
         events = read(tmp_path / f"stage-{stage:02d}-pipeline-0.json")
         expected = records_of(stage, shape)
-        assert [event.action for event in timed(events)] == [
-            record.action for record in expected
-        ]
-        for event, record in zip(timed(events), expected):
-            assert (event.asked, event.start, event.end) == pytest.approx(
-                (record.asked, record.start, record.end)
-            )
+        waited = 0.0
+        for event, record in zip(timed(events), expected, strict=True):
+            assert event.action == record.action
+            times = (event.asked, event.start, event.end)
+            assert times == pytest.approx((record.asked, record.start, record.end))
+            waited += record.start - record.asked
         waits = [event["dur"] for event in events if event.get("cat") == "wait"]
-        assert sum(waits) == pytest.approx(
-            1e6 * sum(record.start - record.asked for record in expected)
-        )
+        assert sum(waits) == pytest.approx(1e6 * waited)
 
 
 def test_merge_makes_one_trace_and_a_picture(tmp_path):
     write(tmp_path, Shape(3, 3, 0, 4))
     trace, picture, page = merge(tmp_path, batches=2)
-    loaded = json.loads(trace.read_text())
-    stages = {event["tid"] for event in loaded["traceEvents"] if event["ph"] == "X"}
-    assert stages == {0, 1, 2} and all(
-        {"ph", "pid", "name"} <= event.keys() for event in loaded["traceEvents"]
-    )
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["tid"] for event in events if event["ph"] == "X"} == {0, 1, 2}
+    assert all({"ph", "pid", "name"} <= event.keys() for event in events)
     assert picture.read_bytes()[:4] == b"\x89PNG"
     assert '{"title":"batches 2 to 3","microbatches":3,' in page.read_text()
 
@@ -107,39 +105,26 @@ def test_the_simulated_run_of_the_page_is_the_measured_one_where_all_times_are_e
         [1, 1.5, 1], [2, 2, 2.5], transfer=[0.5, 0.25, 0], step=0 if late else 0.75
     )
     write(tmp_path, Shape(3, 4, 0, 5), schedule, times=times)
-    found = timelines(
-        last_batches(
-            [event for file in tmp_path.iterdir() for event in timed(read(file))], 2
+    page = timelines(last_batches(written(tmp_path), 2))
+    measured, simulated = page["timelines"].values()
+    assert measured["actions"] == simulated["actions"]
+    assert len(measured["actions"][0].split()) >= 2 * 2 * 4
+    for stage, actions in enumerate(measured["actions"]):
+        compared = []
+        for place, word in enumerate(actions.split()):
+            if late or word[0] != "S":
+                compared.append(place)
+        for kind in ("starts", "ends"):
+            ours = [measured[kind][stage][place] for place in compared]
+            theirs = [simulated[kind][stage][place] for place in compared]
+            assert ours == pytest.approx(theirs, abs=1e-2)
+        ours, theirs = (
+            [wait for wait in each["waits"][stage] if wait[0] in compared]
+            for each in (measured, simulated)
         )
-    )
-    measured, simulated = (
-        found["timelines"]["measured"],
-        found["timelines"]["simulated"],
-    )
-    assert (
-        measured["actions"] == simulated["actions"]
-        and len(measured["actions"][0].split()) >= 2 * 2 * 4
-    )
-    for own, other in ((measured, simulated), (simulated, measured)):
-        for stage, actions in enumerate(own["actions"]):
-            compared = [
-                place
-                for place, word in enumerate(actions.split())
-                if late or word[0] != "S"
-            ]
-            for kind in ("starts", "ends"):
-                mine, its = (
-                    [each[kind][stage][place] for place in compared]
-                    for each in (own, other)
-                )
-                assert mine == pytest.approx(its, abs=1e-2)
-            mine, its = (
-                [wait for wait in each["waits"][stage] if wait[0] in compared]
-                for each in (own, other)
-            )
-            assert mine == [pytest.approx(wait, abs=1e-2) for wait in its]
-    assert found["medians"]["forward"] == pytest.approx([1000, 1500, 1000])
-    assert found["medians"]["message"] == pytest.approx([500, 250, 0], abs=1e-2)
+        assert ours == [pytest.approx(wait, abs=1e-2) for wait in theirs]
+    assert page["medians"]["forward"] == pytest.approx([1000, 1500, 1000])
+    assert page["medians"]["message"] == pytest.approx([500, 250, 0], abs=1e-2)
     assert measured["makespan"] == pytest.approx(simulated["makespan"])
 
 
@@ -157,29 +142,25 @@ def test_without_a_batch_that_all_stages_have_reduced_there_is_no_timeline(
 
 def test_a_late_forward_is_in_the_measured_timeline_only(tmp_path):
     write(tmp_path, Shape(2, 4, 0, 4), "pipedream-flush")
-    batches = last_batches(
-        [event for file in tmp_path.iterdir() for event in timed(read(file))], 4
-    )
-    slow = [
-        event._replace(end=event.end + 0.5) if str(event.action) == "F15@3" else event
-        for event in batches.events
-    ]
-    found, before = timelines(batches._replace(events=slow)), timelines(batches)
-    assert found["timelines"]["simulated"] == before["timelines"]["simulated"]
-    ends, ended = (each["timelines"]["measured"]["ends"] for each in (found, before))
-    places = [
-        each["timelines"]["measured"]["actions"][1].split().index("F15@3")
-        for each in (found, before)
-    ]
-    assert ends[1][places[0]] == pytest.approx(ended[1][places[1]] + 500)
+    batches = last_batches(written(tmp_path), 4)
+    slow = []
+    for event in batches.events:
+        late = 0.5 if str(event.action) == "F15@3" else 0.0
+        slow.append(event._replace(end=event.end + late))
+    before = timelines(batches)["timelines"]
+    after = timelines(batches._replace(events=slow))["timelines"]
+    assert after["simulated"] == before["simulated"]
+    place = before["measured"]["actions"][1].split().index("F15@3")
+    ended = before["measured"]["ends"][1][place]
+    assert after["measured"]["ends"][1][place] == pytest.approx(ended + 500)
 
 
 def test_a_run_that_was_killed_leaves_what_it_had_written(tmp_path):
     write(tmp_path, Shape(2, 2, 0, 3))
     file = tmp_path / "stage-01-pipeline-0.json"
-    whole = read(file)
+    events = read(file)
     file.write_text(file.read_text()[:-40])
-    assert read(file) == whole[:-1]
+    assert read(file) == events[:-1]
     assert main([str(tmp_path)]) == 0
 
 
@@ -190,10 +171,8 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, capsys):
     )
     for _ in range(2):
         writer.write(records_of(0, Shape(1, 1, 0, 2)))
-    assert (
-        capsys.readouterr().err
-        == "> --two-bw-trace: trace ends here: No space left on device\n"
-    )
+    line = "> --two-bw-trace: trace ends here: No space left on device\n"
+    assert capsys.readouterr().err == line
 
 
 def test_an_earlier_run_is_forgotten(tmp_path):

@@ -18,7 +18,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_2bw.base.argv import flag_of, split_flags
@@ -42,7 +42,9 @@ from megatron_2bw.tools.data.corpus import (
 )
 from megatron_2bw.tools.planner.descriptions.inputs import numbers
 
-ITERATIONS, SEQUENCE, WARM_UP = 1500, 128, 100
+ITERATIONS = 1500
+SEQUENCE = 128
+WARM_UP = 100
 BATCH = {"gpt": 4, "bert": 16}  # sequences; a BERT learns from 15 % of their tokens
 
 MODEL = (
@@ -55,28 +57,11 @@ EVALUATION = "--eval-iters 25".split()
 SPLIT = "--split 90,10,0".split()
 
 # Flags that this script sets for every run, and flags that bring data or a tokenizer.
-OWN = (
-    "--lr",
-    "--seed",
-    "--device",
-    "--pipeline-schedule",
-    "--save",
-    "--load",
-    "--train-samples",
-)
+OWN = "--lr --seed --device --pipeline-schedule --save --load --train-samples".split()
 SPLIT_DATA = (
-    "--train-data-path",
-    "--valid-data-path",
-    "--test-data-path",
-    "--per-split-data-args-path",
-)
-OWN_DATA = (
-    "--data-path",
-    "--data-args-path",
-    "--mock-data",
-    "--tokenizer-type",
-    *SPLIT_DATA,
-)
+    "--train-data-path --valid-data-path --test-data-path --per-split-data-args-path"
+).split()
+OWN_DATA = "--data-path --data-args-path --mock-data --tokenizer-type".split()
 VARIANTS = {
     "vanilla": "--pipeline-schedule pipedream-flush",
     "2bw": "--pipeline-schedule 2bw",
@@ -91,7 +76,7 @@ class Run:
     lr: str  # as typed
     seed: int
     folder: Path
-    command: tuple[str, ...]
+    command: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -106,15 +91,40 @@ class Run:
         return self.folder / "checkpoints"
 
 
-def given(words: Sequence[str], *flags: str) -> str | None:
+def first_flag(words: Sequence[str], flags: Sequence[str]) -> str | None:
     """The first of the flags that is among the words."""
-    return next((flag for flag in flags if flag in map(flag_of, words)), None)
+    typed = set(map(flag_of, words))
+    return next((flag for flag in flags if flag in typed), None)
 
 
 def parse(argv: Sequence[str], prog: str = PROG) -> argparse.Namespace:
     """The options, checked; `.flags` are Megatron's and `.variants` maps labels to the
     flags of each."""
     own, flags = split_flags(argv)
+    parser = _parser(prog)
+    options = parser.parse_args(own)
+    megatron = Parser(prog=prog, add_help=False, allow_abbrev=False)
+    megatron.add_argument(
+        "--train-iters", type=whole(1), required=options.no_defaults, default=ITERATIONS
+    )
+    megatron.add_argument("--seq-length", default=str(SEQUENCE))
+    sizes, _ = megatron.parse_known_args(flags)
+    options.iterations = sizes.train_iters
+    options.sequence = sizes.seq_length
+    options.flags = flags
+    options.again = shlex.join(["megatron-2bw", "convergence", *argv])
+    options.out = (options.out or Path("out") / "convergence" / options.name).absolute()
+    flag = first_flag(flags, OWN)
+    if flag:
+        parser.error(
+            f"{flag}: it is set before the --, or by --variant; leave it out after the --"
+        )
+    options.variants = _variants(parser, options)
+    options.limits = _limits(parser, options)
+    return options
+
+
+def _parser(prog: str) -> Parser:
     parser = Parser(
         prog=prog,
         description="Trains one configuration with and without 2BW's late gradients.",
@@ -130,19 +140,19 @@ def parse(argv: Sequence[str], prog: str = PROG) -> argparse.Namespace:
     option(
         "--task", choices=("gpt", "bert"), default="gpt", help="default: %(default)s"
     )
-    names = f"of {', '.join(VARIANTS)}"
     option(
         "--variants",
         type=names_of([*VARIANTS]),
         default=("vanilla", "2bw"),
         metavar="NAME,...",
-        help=names,
-    )
-    labelled = (
-        '2bw with more flags, or "LABEL=--pipeline-schedule NAME ..."; repeatable'
+        help=f"of {', '.join(VARIANTS)}",
     )
     option(
-        "--variant", action="append", default=[], metavar="LABEL=FLAGS", help=labelled
+        "--variant",
+        action="append",
+        default=[],
+        metavar="LABEL=FLAGS",
+        help='2bw with more flags, or "LABEL=--pipeline-schedule NAME ..."; repeatable',
     )
     option(
         "--seeds",
@@ -178,65 +188,60 @@ def parse(argv: Sequence[str], prog: str = PROG) -> argparse.Namespace:
         default="auto",
         help="as the entry script's",
     )
-    gaps = "exit with 1 if a gap is larger; one, or one for each --lr"
-    option("--max-gap", type=_numbers, metavar="PERCENT,...", help=gaps)
+    option(
+        "--max-gap",
+        type=_numbers,
+        metavar="PERCENT,...",
+        help="exit with 1 if a gap is larger; one, or one for each --lr",
+    )
     option("--out", type=Path, metavar="DIR", help="default: out/convergence/NAME")
     option(
         "--no-defaults",
         action="store_true",
         help="only Megatron's flags after --, none of this script's own",
     )
-    options = parser.parse_args(own)
-    megatron = Parser(prog=prog, add_help=False, allow_abbrev=False)
-    megatron.add_argument(
-        "--train-iters", type=whole(1), required=options.no_defaults, default=ITERATIONS
-    )
-    megatron.add_argument("--seq-length", default=str(SEQUENCE))
-    known = megatron.parse_known_args(flags)[0]
-    options.iterations, options.sequence = known.train_iters, known.seq_length
-    options.flags, options.again = (
-        flags,
-        shlex.join(["megatron-2bw", "convergence", *argv]),
-    )
-    options.out = (options.out or Path("out") / "convergence" / options.name).absolute()
-    if flag := given(flags, *OWN):
-        parser.error(
-            f"{flag}: it is set before the --, or by --variant; leave it out after the --"
-        )
-    options.variants = {
-        label: VARIANTS[label].split() for label in ("vanilla", *options.variants)
-    }
-    for text in options.variant:
-        label, _, words = text.partition("=")
-        if (
-            not re.fullmatch(r"\w[\w.+-]*", label)
-            or not words
-            or label in options.variants
-        ):
-            parser.error(
-                f'--variant "{text}": give LABEL=FLAGS, with a label that no other variant has'
-            )
-        schedule = (
-            []
-            if given(shlex.split(words), "--pipeline-schedule")
-            else VARIANTS["2bw"].split()
-        )
-        options.variants[label] = [*schedule, *shlex.split(words)]
-    limits = [*map(float, options.max_gap or ())]
-    if len(limits) not in (0, 1, len(options.lr)):
-        parser.error(
-            f"--max-gap {','.join(options.max_gap)}: give one number, or one for each --lr"
-        )
-    options.limits = dict(
-        zip(options.lr, limits * len(options.lr) if len(limits) == 1 else limits)
-    )
-    return options
+    return parser
 
 
 def _numbers(text: str) -> tuple[str, ...]:
     """A comma-separated list of numbers, as they are typed, for argparse. ValueError
     for others."""
-    return tuple(word for word in words(text) if float(word) or True)
+    numbers = words(text)
+    for number in numbers:
+        float(number)
+    return numbers
+
+
+def _variants(parser: Parser, options: argparse.Namespace) -> dict[str, list[str]]:
+    """The flags of each variant by its label, vanilla first."""
+    variants = {}
+    for label in ("vanilla", *options.variants):
+        variants[label] = VARIANTS[label].split()
+    for text in options.variant:
+        label, _, words = text.partition("=")
+        if not re.fullmatch(r"\w[\w.+-]*", label) or not words or label in variants:
+            parser.error(
+                f'--variant "{text}": give LABEL=FLAGS, with a label that no other variant has'
+            )
+        flags = shlex.split(words)
+        if not first_flag(flags, ["--pipeline-schedule"]):
+            flags = VARIANTS["2bw"].split() + flags
+        variants[label] = flags
+    return variants
+
+
+def _limits(parser: Parser, options: argparse.Namespace) -> dict[str, float]:
+    """The limit of --max-gap for each learning rate; empty without --max-gap."""
+    if options.max_gap is None:
+        return {}
+    limits = list(map(float, options.max_gap))
+    if len(limits) == 1:
+        limits *= len(options.lr)
+    if len(limits) != len(options.lr):
+        parser.error(
+            f"--max-gap {','.join(options.max_gap)}: give one number, or one for each --lr"
+        )
+    return dict(zip(options.lr, limits))
 
 
 # --- commands
@@ -259,51 +264,37 @@ def defaults(options: argparse.Namespace, flags: Sequence[str]) -> list[str]:
     micro = max(1, BATCH[options.task] // options.ranks)
     # enough for data-parallel ranks, and for the microbatches that 2BW's stages need
     step = micro * options.ranks
-    sizes = {
-        "--micro-batch-size": micro,
-        "--global-batch-size": step * math.ceil(BATCH[options.task] / step),
-        "--seq-length": options.sequence,
-        "--max-position-embeddings": options.sequence,
-        "--train-iters": options.iterations,
-        "--log-interval": log_interval(options.iterations),
-        "--eval-interval": eval_interval(options.iterations),
-    }
-    if not given(flags, "--lr-warmup-fraction", "--lr-warmup-samples"):
-        sizes["--lr-warmup-iters"] = min(WARM_UP, options.iterations // 2)
-    words = [str(word) for pair in sizes.items() for word in pair]
-    split = [] if given(flags, *SPLIT_DATA) else SPLIT  # Megatron takes one of them
-    return [
-        *words,
-        *MODEL,
-        *(GPT if options.task == "gpt" else []),
-        *PLAIN_TORCH,
-        *OPTIMIZER,
-        *split,
-        *EVALUATION,
-    ]
+    words = f"""
+        --micro-batch-size {micro}
+        --global-batch-size {step * math.ceil(BATCH[options.task] / step)}
+        --seq-length {options.sequence} --max-position-embeddings {options.sequence}
+        --train-iters {options.iterations}
+        --log-interval {log_interval(options.iterations)}
+        --eval-interval {eval_interval(options.iterations)}
+    """.split()
+    if not first_flag(flags, ["--lr-warmup-fraction", "--lr-warmup-samples"]):
+        words += ["--lr-warmup-iters", str(min(WARM_UP, options.iterations // 2))]
+    words += MODEL
+    if options.task == "gpt":
+        words += GPT
+    words += [*PLAIN_TORCH, *OPTIMIZER]
+    if not first_flag(flags, SPLIT_DATA):  # Megatron takes one of them
+        words += SPLIT
+    return words + EVALUATION
 
 
 def command(
-    options: argparse.Namespace,
-    data: Sequence[str],
-    variant: str,
-    lr: str,
-    seed: int,
-    folder: Path,
-) -> tuple:
+    options: argparse.Namespace, data: Sequence[str], run: Run
+) -> tuple[str, ...]:
     """The command of a run: torchrun, the entry script, the defaults, the user's flags,
     the variant's."""
-    flags = [*options.flags, *options.variants[variant]]
-    own = ["--device", options.device, "--seed", str(seed), "--lr", lr]
+    flags = [*options.flags, *options.variants[run.variant]]
+    own = ["--device", options.device, "--seed", str(run.seed), "--lr", run.lr]
     if not options.no_defaults:
-        own += ["--min-lr", f"{float(lr) / 10:g}"]
-    if given(options.flags, "--save-interval"):
-        own += [
-            "--save",
-            str(folder / "checkpoints"),
-            "--load",
-            str(folder / "checkpoints"),
-        ]
+        own += ["--min-lr", f"{float(run.lr) / 10:g}"]
+    if first_flag(options.flags, ["--save-interval"]):
+        checkpoints = str(run.checkpoints)
+        own += ["--save", checkpoints, "--load", checkpoints]
     return (
         *torchrun(options.ranks, options.task),
         *defaults(options, flags),
@@ -315,7 +306,8 @@ def command(
 
 def takes_corpus(options: argparse.Namespace) -> bool:
     """Whether the user has left data and tokenizer to this script."""
-    return not options.no_defaults and not given(options.flags, *OWN_DATA)
+    data = first_flag(options.flags, OWN_DATA + SPLIT_DATA)
+    return not options.no_defaults and not data
 
 
 def built_in(options: argparse.Namespace) -> list[str]:
@@ -333,51 +325,34 @@ def built_in(options: argparse.Namespace) -> list[str]:
         return corpus.flags()
     folder = corpus.prefix.parent
     folder = folder.with_name(f"{folder.name}-sentences")
-    found = Corpus(folder / "corpus", folder / "corpus-tokenizer")
-    if not found.prefix.with_suffix(".idx").exists():
-        text = folder / "text.jsonl"
-        with file_errors(f"--task bert: {folder}"):
-            folder.mkdir(exist_ok=True)
-            if not text.exists():
-                lines = [
-                    json.dumps({"text": document}) + "\n"
-                    for document in read_library(DEFAULT_MAX_BYTES)
-                ]
-                write_whole(text, "".join(lines))
-        command = [
-            sys.executable,
-            "-m",
-            "megatron_2bw.cli",
-            "preprocess",
-            "--task",
-            "bert",
-        ]
-        command += ["--input", str(text), "--output-prefix", str(found.prefix)]
-        command += [
-            "--train-tokenizer",
-            "wordpiece",
-            "--vocab-size",
-            str(DEFAULT_VOCAB_SIZE),
-        ]
-        if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
-            raise UserError(f"--task bert: no data in {folder}, see above")
-    return found.flags()
+    sentences = Corpus(folder / "corpus", folder / "corpus-tokenizer")
+    if not sentences.prefix.with_suffix(".idx").exists():
+        _prepare_sentences(folder / "text.jsonl", sentences.prefix)
+    return sentences.flags()
+
+
+def _prepare_sentences(text: Path, prefix: Path) -> None:
+    with file_errors(f"--task bert: {text.parent}"):
+        text.parent.mkdir(exist_ok=True)
+        if not text.exists():
+            documents = read_library(DEFAULT_MAX_BYTES)
+            lines = [json.dumps({"text": document}) + "\n" for document in documents]
+            write_whole(text, "".join(lines))
+    command = [sys.executable, "-m", "megatron_2bw.cli", "preprocess"]
+    command += ["--input", str(text), "--output-prefix", str(prefix)]
+    command += f"""
+        --task bert --train-tokenizer wordpiece --vocab-size {DEFAULT_VOCAB_SIZE}
+    """.split()
+    if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
+        raise UserError(f"--task bert: no data in {text.parent}, see above")
 
 
 def grid(options: argparse.Namespace, data: Sequence[str]) -> list[Run]:
     """All runs, ordered for early comparisons: seed by seed, vanilla first."""
     runs = []
-    for seed, lr, variant in itertools.product(
-        options.seeds, options.lr, options.variants
-    ):
+    cases = itertools.product(options.seeds, options.lr, options.variants)
+    for seed, lr, variant in cases:
         folder = options.out / "runs" / f"{variant}-lr{lr}-seed{seed}"
-        runs.append(
-            Run(
-                variant,
-                lr,
-                seed,
-                folder,
-                command(options, data, variant, lr, seed, folder),
-            )
-        )
+        run = Run(variant, lr, seed, folder)
+        runs.append(replace(run, command=command(options, data, run)))
     return runs

@@ -11,7 +11,9 @@ gap                     that loss above vanilla's with the same seed, in percent
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -42,29 +44,20 @@ def parse_log(text: str) -> dict[str, Any]:
         lines = list(run_log.training(attempt))
         if lines:
             begin = lines[0].iteration
-            training = [point for point in training if point[0] < begin]
-            validation = {
-                iteration: loss
-                for iteration, loss in validation.items()
-                if iteration < begin
-            }
             last = begin - 1
+            training = [point for point in training if point[0] < begin]
+            kept = filter(begin.__gt__, validation)
+            validation = {iteration: validation[iteration] for iteration in kept}
         for line in lines[1:]:
             if line.skipped < line.iteration - last:
                 training.append([line.iteration, number(line.loss)])
             elif training:
                 training.append([line.iteration, training[-1][1]])
             last = line.iteration
-        tried = (
-            line for line in run_log.validations(attempt) if line.dataset != "test set"
-        )
-        validation |= {
-            line.iteration: line.loss for line in tried if line.loss is not None
-        }
-    return {
-        "training": training,
-        "validation": [list(pair) for pair in validation.items()],
-    }
+        for line in run_log.validations(attempt):
+            if line.dataset != "test set" and line.loss is not None:
+                validation[line.iteration] = line.loss
+    return {"training": training, "validation": list(map(list, validation.items()))}
 
 
 def outcome(text: str, code: int, iterations: int) -> dict[str, Any]:
@@ -73,28 +66,25 @@ def outcome(text: str, code: int, iterations: int) -> dict[str, Any]:
 
     Raises UserError if the run failed.
     """
-    found = parse_log(text)
+    losses = parse_log(text)
     attempt = text[text.rindex(STARTED) :].partition("\n")[2]
-    losses = [loss for _, loss in found["training"] + found["validation"]]
     # by Megatron's check
     ended = code and re.search(
         r"found (NaN|Inf) in|Unexpected result (nan|inf)", attempt
     )
-    if ended or not all(map(math.isfinite, losses)):
-        return found | {"diverged": True}
+    points = losses["training"] + losses["validation"]
+    if ended or not all(math.isfinite(loss) for _, loss in points):
+        return losses | {"diverged": True}
     if code:
         raise UserError(f"exit code {code}: {run_log.cause(attempt)}")
-    if (
-        not found["training"]
-        or not found["validation"]
-        or found["validation"][-1][0] != iterations
-    ):
+    ends = [end for end, _ in losses["validation"]]
+    if not losses["training"] or ends[-1:] != [iterations]:
         raise UserError(
             "it ended, but its log holds no training loss (is --log-interval "
             "above --train-iters?) or no validation "
             "loss after the last iteration (does --split leave data for it?)"
         )
-    return found | {"diverged": False}
+    return losses | {"diverged": False}
 
 
 # --- figures
@@ -110,13 +100,11 @@ def spread(by_seed: dict[int, float]) -> dict[str, Any]:
     """{"by_seed", "mean", "sd"}: the sample standard deviation, nan of fewer than two;
     a mean of none is nan."""
     values = list(by_seed.values())
-    middle = statistics.fmean(values) if values else math.nan
-    some = len(values) > 1 and math.isfinite(middle)
-    return {
-        "by_seed": by_seed,
-        "mean": middle,
-        "sd": statistics.stdev(values) if some else math.nan,
-    }
+    mean = statistics.fmean(values) if values else math.nan
+    sd = math.nan
+    if len(values) > 1 and math.isfinite(mean):
+        sd = statistics.stdev(values)
+    return {"by_seed": by_seed, "mean": mean, "sd": sd}
 
 
 def percent(loss: float, reference: float) -> float:
@@ -131,26 +119,24 @@ def summarize(
     A diverged run has an infinite loss. A gap needs both runs of a seed, and a vanilla
     that has not diverged.
     """
-    own = {
-        seed: results[lr, variant, seed]
-        for seed in seeds
-        if (lr, variant, seed) in results
-    }
-    base = {
-        seed: results[lr, "vanilla", seed]
-        for seed in own
-        if (lr, "vanilla", seed) in results
-    }
-    base = {seed: result for seed, result in base.items() if not result["diverged"]}
-    final = {seed: validated(result) for seed, result in own.items()}
-    gaps = {
-        seed: percent(final[seed], validated(result)) for seed, result in base.items()
-    }
+    final = {}
+    diverged = []
+    gaps = {}
+    for seed in seeds:
+        result = results.get((lr, variant, seed))
+        vanilla = results.get((lr, "vanilla", seed))
+        if result is None:
+            continue
+        final[seed] = validated(result)
+        if result["diverged"]:
+            diverged.append(seed)
+        if vanilla is not None and not vanilla["diverged"]:
+            gaps[seed] = percent(final[seed], validated(vanilla))
     return {
         "lr": lr,
         "variant": variant,
-        "finished": list(own),
-        "diverged": [seed for seed, result in own.items() if result["diverged"]],
+        "finished": list(final),
+        "diverged": diverged,
         "validation_loss": spread(final),
         "gap_percent": spread(gaps),
     }
@@ -168,15 +154,15 @@ def too_large(
     unknown for some seed."""
     lines = []
     for row in rows:
-        gaps, begin = row["gap_percent"], f"{row['variant']} at lr {row['lr']}: the gap"
-        if row["variant"] != "vanilla" and len(gaps["by_seed"]) < seeds:
-            lines.append(
-                f"{begin} is known for {len(gaps['by_seed'])} of {seeds} seeds"
-            )
-        elif row["variant"] != "vanilla" and gaps["mean"] > limits[row["lr"]]:
-            lines.append(
-                f"{begin} {gaps['mean']:+.3g} % is above --max-gap {limits[row['lr']]:g}"
-            )
+        if row["variant"] == "vanilla":
+            continue
+        gap = row["gap_percent"]
+        limit = limits[row["lr"]]
+        begin = f"{row['variant']} at lr {row['lr']}: the gap"
+        if len(gap["by_seed"]) < seeds:
+            lines.append(f"{begin} is known for {len(gap['by_seed'])} of {seeds} seeds")
+        elif gap["mean"] > limit:
+            lines.append(f"{begin} {gap['mean']:+.3g} % is above --max-gap {limit:g}")
     return lines
 
 
@@ -187,11 +173,11 @@ def too_large(
 def markdown(facts: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
     """report.md: what was run, a table for each learning rate, the picture."""
     lines = [*facts, ""]
-    for lr in dict.fromkeys(row["lr"] for row in rows):
-        lines += [f"## Learning rate {lr}", "", *HEAD]
-        lines += [_row(row) for row in rows if row["lr"] == lr] + [""]
-    picture = ["![training and validation losses](curves.png)", ""] if rows else []
-    return "\n".join([*lines, *picture, *EXPLANATION]) + "\n"
+    for lr, own in itertools.groupby(rows, operator.itemgetter("lr")):
+        lines += [f"## Learning rate {lr}", "", *HEAD, *map(_row, own), ""]
+    if rows:
+        lines += ["![training and validation losses](curves.png)", ""]
+    return "\n".join([*lines, *EXPLANATION]) + "\n"
 
 
 HEAD = ("| variant | final validation loss | gap, % |", "| --- | ---: | ---: |")
@@ -201,17 +187,18 @@ the same initial weights, batches and validation samples.""".splitlines()
 
 
 def _row(row: dict[str, Any]) -> str:
-    gap = "" if row["variant"] == "vanilla" else shown(row["gap_percent"], "{:+.2f}")
-    return f"| {row['variant']} | {shown(row['validation_loss'], '{:.4f}')} | {gap} |"
+    loss = shown(row["validation_loss"], ".4f")
+    gap = "" if row["variant"] == "vanilla" else shown(row["gap_percent"], "+.2f")
+    return f"| {row['variant']} | {loss} | {gap} |"
 
 
 def shown(figure: dict[str, Any], form: str) -> str:
     """A mean, with the standard deviation if there is one."""
-    if not math.isfinite(figure["mean"]):
-        return "–" if math.isnan(figure["mean"]) else "diverged"
-    deviation = (
-        ""
-        if math.isnan(figure["sd"])
-        else f" ± {form.replace('+', '').format(figure['sd'])}"
-    )
-    return form.format(figure["mean"]) + deviation
+    mean = figure["mean"]
+    if math.isnan(mean):
+        return "–"
+    if math.isinf(mean):
+        return "diverged"
+    if math.isnan(figure["sd"]):
+        return format(mean, form)
+    return f"{mean:{form}} ± {figure['sd']:{form.lstrip('+')}}"

@@ -19,6 +19,7 @@ command in its log; no run is compared with one of another command.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
 import json
@@ -27,7 +28,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ from megatron_2bw.tools.convergence.report import (
     outcome,
     summarize,
     too_large,
+    validated,
 )
 
 EVERY = 5.0  # seconds between two lines of a run
@@ -71,12 +73,17 @@ say = functools.partial(print, flush=True)
 def portable(words: Sequence[str]) -> list[str]:
     """A run's command as one would type it in any clone: without this machine's
     folders."""
-    at = list(words).index("--nproc-per-node")
-    rest = (
-        word.replace(f"{ROOT}/", "").replace(str(Path.home()), "~")
-        for word in words[at + 3 :]
-    )
-    return ["python", *words[1 : at + 2], Path(words[at + 2]).name, *rest]
+    at = list(words).index("--nproc-per-node") + 2  # the entry script
+    command = ["python", *words[1:at], Path(words[at]).name]
+    for word in words[at + 1 :]:
+        word = word.replace(f"{ROOT}/", "").replace(str(Path.home()), "~")
+        command.append(word)
+    return command
+
+
+def last_attempt(run: Run) -> str:
+    """The log from the command of its last attempt on."""
+    return run.log.read_text(errors="replace").rpartition(STARTED)[2]
 
 
 def result_of(run: Run) -> dict[str, Any] | None:
@@ -85,9 +92,7 @@ def result_of(run: Run) -> dict[str, Any] | None:
     path = run.folder / "result.json"
     if not path.exists() and not run.checkpoints.exists():
         return None
-    started = (
-        run.log.read_text(errors="replace").rpartition(STARTED)[2].partition("\n")[0]
-    )
+    started, _, _ = last_attempt(run).partition("\n")
     if portable(shlex.split(started)) != portable(run.command):
         raise UserError(
             f"{run.folder} holds a run of other flags: give another NAME, or remove it"
@@ -106,7 +111,10 @@ class Job:
         run.folder.mkdir(parents=True, exist_ok=True)
         if not run.checkpoints.exists():  # it starts again, perhaps with other flags
             set_aside(run.log)
-        self.run, self.iteration, self.loss, self.said = run, 0, math.nan, 0.0
+        self.run = run
+        self.iteration = 0
+        self.loss = math.nan
+        self.said = 0.0
         self._begun = time.monotonic()
         with open(run.log, "a") as log:
             log.write(f"\n{STARTED} {shlex.join(run.command)}\n")
@@ -120,12 +128,13 @@ class Job:
 
     def read(self) -> bool:
         """Read the log if it has grown. Returns whether it reports a new iteration."""
-        before, size = self.iteration, self.run.log.stat().st_size
+        before = self.iteration
+        size = self.run.log.stat().st_size
         if size > self._size:
             self._size = size
-            attempt = self.run.log.read_text(errors="replace").rpartition(STARTED)[2]
-            for line in run_log.training(attempt):
-                self.iteration, self.loss = line.iteration, number(line.loss)
+            for line in run_log.training(last_attempt(self.run)):
+                self.iteration = line.iteration
+                self.loss = number(line.loss)
         return self.iteration != before
 
 
@@ -143,17 +152,13 @@ class Board:
 
     def progress(self, job: Job) -> None:
         """[3/30] 2bw lr 3e-3 seed 1235: iteration 250/1500, loss 4.512, 130 s"""
-        if job.read() and (
-            time.monotonic() - job.said >= EVERY or job.iteration == self.iterations
-        ):
-            job.said = time.monotonic()
-            self.say(
-                job.run,
-                (
-                    f"iteration {job.iteration}/{self.iterations}, loss "
-                    f"{job.loss:.3f}, {job.seconds} s"
-                ),
-            )
+        if not job.read():
+            return
+        now = time.monotonic()
+        if now - job.said >= EVERY or job.iteration == self.iterations:
+            job.said = now
+            progress = f"iteration {job.iteration}/{self.iterations}"
+            self.say(job.run, f"{progress}, loss {job.loss:.3f}, {job.seconds} s")
 
     def finish(self, job: Job, code: int) -> None:
         """Store a run's result, or report why there is none."""
@@ -167,107 +172,105 @@ class Board:
             return
         write_json(run.folder / "result.json", {"seconds": job.seconds} | result, None)
         self.results[run] = result
-        loss = (
-            "diverged"
-            if result["diverged"]
-            else f"validation loss {result['validation'][-1][1]:.4f}"
-        )
+        loss = "diverged"
+        if not result["diverged"]:
+            loss = f"validation loss {validated(result):.4f}"
         self.say(run, f"ended after {job.seconds} s, {loss}")
 
+    def shared_failure(self, job: Job) -> bool:
+        """Whether the only run that has ended did not train: the cause is one that all
+        runs share."""
+        return len(self.failures) == 1 and not self.results and not job.iteration
 
-def gpus_of(slot: int, options) -> dict[str, str]:
+    def entry(self, run: Run, out: Path) -> dict[str, Any]:
+        """What runs.json holds of a run."""
+        entry = {
+            "variant": run.variant,
+            "lr": run.lr,
+            "seed": run.seed,
+            "folder": str(run.folder.relative_to(out)),
+            "failure": self.failures.get(run),
+        }
+        result = self.results.get(run, {})
+        return entry | result | {"command": portable(run.command)}
+
+
+def gpus_of(slot: int, options: argparse.Namespace) -> dict[str, str]:
     """The environment of the slot-th of the concurrent runs, which share the GPUs."""
     if options.jobs == 1 or options.device == "cpu":
         return {}
     import torch
 
     count = torch.cuda.device_count()
-    visible = os.environ.get(
-        "CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))
-    ).split(",")
-    own = (
-        visible[(slot * options.ranks + rank) % len(visible)]
-        for rank in range(options.ranks)
-    )
-    return {"CUDA_VISIBLE_DEVICES": ",".join(own)} if count > options.ranks else {}
+    if count <= options.ranks:
+        return {}
+    every = ",".join(map(str, range(count)))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
+    first = slot * options.ranks
+    own = itertools.islice(itertools.cycle(visible), first, first + options.ranks)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
 
 
-def train(board: Board, options, after: Callable[[], object]) -> None:
-    """Run what is missing, `options.jobs` at a time; call `after` after each. Failures
-    are on the board."""
+def train(board: Board, options: argparse.Namespace) -> None:
+    """Run what is missing, `options.jobs` at a time, and write the report after each.
+    Failures are on the board."""
     waiting = [run for run in board.runs if run not in board.results]
     jobs: dict[int, Job] = {}
     try:
         while waiting or jobs:
             # The next starts when the others train: runs with the same seed write the
             # same index of the data.
-            if (
-                waiting
-                and len(jobs) < options.jobs
-                and all(job.iteration for job in jobs.values())
-            ):
-                slot = next(slot for slot in range(options.jobs) if slot not in jobs)
+            trains = all(job.iteration for job in jobs.values())
+            if waiting and trains and len(jobs) < options.jobs:
+                slot = min(set(range(options.jobs)) - set(jobs))
                 jobs[slot] = Job(waiting.pop(0), gpus_of(slot, options))
                 board.say(jobs[slot].run, "starts")
             for slot, job in list(jobs.items()):
                 code = job.process.poll()
                 board.progress(job)
-                if code is not None:
-                    del jobs[slot]
-                    board.finish(job, code)
-                    # No other run trains or has trained: the cause is one that all runs
-                    # share.
-                    if (
-                        waiting
-                        and not jobs
-                        and len(board.failures) == 1
-                        and not board.results
-                        and not job.iteration
-                    ):
-                        say(
-                            f"{PROG}: no other run is started, for the first has not trained"
-                        )
-                        waiting.clear()
-                    after()
+                if code is None:
+                    continue
+                del jobs[slot]
+                board.finish(job, code)
+                if waiting and not jobs and board.shared_failure(job):
+                    say(
+                        f"{PROG}: no other run is started, for the first has not trained"
+                    )
+                    waiting.clear()
+                report(board, options)
             time.sleep(POLL)
     finally:
         for job in jobs.values():
             stop_tree(job.process, 5)
 
 
-# --- the whole
+# --- the report
 # --------------------------------------------------------------------------------------
 
 
-def report(board: Board, options) -> list[dict[str, Any]]:
+def report(board: Board, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Write runs.json, curves.png and report.md from the results so far. Returns a row
     for each (lr, variant)."""
-    results = {
-        (run.lr, run.variant, run.seed): result for run, result in board.results.items()
-    }
-    pairs, seeds = itertools.product(options.lr, options.variants), options.seeds
-    rows = [summarize(results, lr, variant, seeds) for lr, variant in pairs]
-    rows = [row for row in rows if row["finished"]]
-    runs = [
-        {
-            "variant": run.variant,
-            "lr": run.lr,
-            "seed": run.seed,
-            "folder": str(run.folder.relative_to(options.out)),
-        }
-        | {"failure": board.failures.get(run)}
-        | board.results.get(run, {})
-        | {"command": portable(run.command)}
-        for run in board.runs
-    ]
-    names = ("name", "again", "task", "iterations", "ranks", "variants")
-    content = {name: getattr(options, name) for name in names}
-    content |= {
+    results = {}
+    for run, result in board.results.items():
+        results[run.lr, run.variant, run.seed] = result
+    rows = []
+    for lr, variant in itertools.product(options.lr, options.variants):
+        row = summarize(results, lr, variant, options.seeds)
+        if row["finished"]:
+            rows.append(row)
+    content = {
+        "name": options.name,
+        "again": options.again,
+        "task": options.task,
+        "iterations": options.iterations,
+        "ranks": options.ranks,
+        "variants": options.variants,
         "learning_rates": options.lr,
-        "seeds": seeds,
+        "seeds": options.seeds,
         "flags": options.flags,
         "summary": rows,
-        "runs": runs,
+        "runs": [board.entry(run, options.out) for run in board.runs],
     }
     write_json(options.out / "runs.json", content, indent=None)
     if results:
@@ -276,29 +279,30 @@ def report(board: Board, options) -> list[dict[str, Any]]:
     return rows
 
 
-def facts(board: Board, options) -> list[str]:
+def facts(board: Board, options: argparse.Namespace) -> list[str]:
     """What was run, for report.md."""
+    seeds = ", ".join(map(str, options.seeds))
+    flags = shlex.join(defaults(options, options.flags)) or "nothing"
     corpus = ", the built-in corpus and its tokenizer" if takes_corpus(options) else ""
-    return [
+    lines = [
         f"# Convergence: {options.name}",
         "",
-        f"{options.task.upper()}, {options.iterations} iterations, seeds "
-        f"{', '.join(map(str, options.seeds))}; "
+        f"{options.task.upper()}, {options.iterations} iterations, seeds {seeds}; "
         f"{len(board.results)} of {len(board.runs)} runs have ended. The command "
         "that repeats or continues them:",
         "",
         f"    {options.again}",
         "",
-        f"- of this script: `{shlex.join(defaults(options, options.flags)) or 'nothing'}`{corpus}",
-        *(
-            f"- **{label}**: `{shlex.join(flags)}`"
-            for label, flags in options.variants.items()
-        ),
-        *(f"- {run.title}: failed, {why}" for run, why in board.failures.items()),
+        f"- of this script: `{flags}`{corpus}",
     ]
+    for label, words in options.variants.items():
+        lines.append(f"- **{label}**: `{shlex.join(words)}`")
+    for run, reason in board.failures.items():
+        lines.append(f"- {run.title}: failed, {reason}")
+    return lines
 
 
-def work(options) -> int:
+def work(options: argparse.Namespace) -> int:
     with file_errors(f"--out {options.out}"):
         options.out.mkdir(parents=True, exist_ok=True)
     try:
@@ -307,28 +311,26 @@ def work(options) -> int:
         raise UserError(f"{options.out} is in use by another call") from None
     with lock:
         board = Board(grid(options, built_in(options)), options.iterations)
-        board.results |= {
-            run: result for run in board.runs if (result := result_of(run))
-        }
+        for run in board.runs:
+            result = result_of(run)
+            if result:
+                board.results[run] = result
         runs = f"{len(board.runs)} runs of {options.iterations} iterations"
         say(f"{PROG}: {runs}, {len(board.results)} of them are there; {options.out}")
-        train(board, options, lambda: report(board, options))
+        train(board, options)
         rows = report(board, options)
-        say(
-            f"{PROG}: wrote report.md, "
-            f"{'curves.png ' if board.results else ''}and runs.json in "
-            f"{options.out}"
-        )
-        lines = (
-            too_large(rows, options.limits, len(options.seeds))
-            if options.limits
-            else []
-        )
+        curves = "curves.png " if board.results else ""
+        say(f"{PROG}: wrote report.md, {curves}and runs.json in {options.out}")
+        lines = []
+        if options.limits:
+            lines = too_large(rows, options.limits, len(options.seeds))
         for line in lines:
             print(f"{PROG}: {line}", file=sys.stderr)
-        if options.limits and not lines and not board.failures:
+        if lines or board.failures:
+            return 1
+        if options.limits:
             say(f"{PROG}: --max-gap {','.join(options.max_gap)} holds")
-        return 1 if lines or board.failures else 0
+        return 0
 
 
 def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:

@@ -107,24 +107,23 @@ def train(
     faulthandler.dump_traceback_later(max(deadline - time.monotonic() - MARGIN, 1))
     from megatron.training import get_args, training
 
-    observed, losses, models, ends, show = (
-        Observed(),
-        [],
-        [],
-        [],
-        training.print_datetime,
-    )
+    observed = Observed()
+    losses: list[torch.Tensor] = []
+    params: list[torch.Tensor] = []
+    ends: list[float] = []
+    show = training.print_datetime
     prepare()
 
-    def after_step(found):
-        losses.extend(loss.detach().clone() for loss in found.values())
-        ends.append(time.perf_counter())
-        if os.environ["WORLD_SIZE"] == "1" and len(ends) in (
-            FIRST,
-            get_args().train_iters,
-        ):
+    def after_setup(models, optimizer):
+        for model in models:
+            params.extend(model.parameters())
+
+    def after_step(by_name):
+        losses.extend(loss.detach().clone() for loss in by_name.values())
+        waits = len(ends) + 1 in (FIRST, get_args().train_iters)
+        if waits and os.environ["WORLD_SIZE"] == "1":
             torch.cuda.synchronize()
-            ends[-1] = time.perf_counter()
+        ends.append(time.perf_counter())
 
     def observed_end(text, *args, **kwargs):
         if text.startswith("after training"):
@@ -132,11 +131,10 @@ def train(
         return show(text, *args, **kwargs)
 
     training.print_datetime = observed_end
-    entry.train(argv, lambda model, _optimizer: models.extend(model), after_step)
-    params = [param for model in models for param in model.parameters()]
+    entry.train(argv, after_setup, after_step)
     observed.parameters = sum(param.numel() for param in params)
     observed.peak_bytes = torch.cuda.max_memory_allocated()
-    observed.losses = [float(loss) for loss in losses]
+    observed.losses = list(map(float, losses))
     observed.seconds = (ends[-1] - ends[FIRST - 1]) / (len(ends) - FIRST)
     if observed.parameters < 10**7:
         observed.weights = [param.detach().cpu() for param in params]
@@ -150,7 +148,8 @@ def delays() -> None:
     from megatron_2bw.mcore.late_step import LateStep
 
     draw = random.Random(f"delays {os.environ['RANK']}")
-    execute, run_job = Pipeline.execute, LateStep.run_job
+    execute = Pipeline.execute
+    run_job = LateStep.run_job
 
     def pause() -> None:
         if draw.random() < 0.5:
@@ -167,7 +166,8 @@ def delays() -> None:
             pause()
         return run_job(self, job)
 
-    Pipeline.execute, LateStep.run_job = paused_execute, paused_job
+    Pipeline.execute = paused_execute
+    LateStep.run_job = paused_job
 
 
 def sanitized() -> None:
@@ -177,31 +177,27 @@ def sanitized() -> None:
 
     from megatron_2bw.mcore.late_step import LateStep
 
-    mode, registry = (
-        _sanitizer.cuda_sanitizer.dispatch,
-        _sanitizer.gpu_trace.CallbackRegistry,
-    )
-    handle, fire, run_job = (
-        mode.event_handler._handle_kernel_launch,
-        registry.fire_callbacks,
-        LateStep.run_job,
-    )
+    mode = _sanitizer.cuda_sanitizer.dispatch
+    handler = mode.event_handler
+    registry = _sanitizer.gpu_trace.CallbackRegistry
+    run_job = LateStep.run_job
     # else a thread may undo what the other one has just noted as ordered
     lock = threading.RLock()
 
-    def one_at_a_time(function, *args):
-        with lock:
-            return function(*args)
+    def one_at_a_time(function):
+        def call(*args):
+            with lock:
+                return function(*args)
+
+        return call
 
     def watched_job(self, job):
         with mode:
             return run_job(self, job)
 
-    mode.event_handler._handle_kernel_launch = partial(one_at_a_time, handle)
-    registry.fire_callbacks, LateStep.run_job = (
-        lambda *args: one_at_a_time(fire, *args),
-        watched_job,
-    )
+    handler._handle_kernel_launch = one_at_a_time(handler._handle_kernel_launch)
+    registry.fire_callbacks = one_at_a_time(registry.fire_callbacks)
+    LateStep.run_job = watched_job
     _sanitizer.enable_cuda_sanitizer()
 
 
@@ -209,9 +205,8 @@ def tiny(stages: int, width: int, text: str, *more: str) -> tuple[int, list[str]
     """(ranks, command line) of a tiny GPT."""
     flags = f"""--device auto --pipeline-schedule 2bw --pipeline-model-parallel-size {stages} --micro-batch-size 2
         --global-batch-size {6 * width} --train-iters 8 --lr 1e-2 --vocab-size 127 --log-interval 1"""
-    return stages * width, gpt_flags(
-        4, 64, 4, 32, flags, *NO_FUSION, *text.split(), *more
-    )
+    words = [*NO_FUSION, *text.split(), *more]
+    return stages * width, gpt_flags(4, 64, 4, 32, flags, *words)
 
 
 def compared(
@@ -220,21 +215,15 @@ def compared(
     """Failed if losses or final weights differ by more than `tolerance` of a tensor's
     largest element."""
 
-    def tensors(each: list[Observed]) -> list[torch.Tensor]:
-        return [
-            torch.tensor(each[-1].losses).double(),
-            *(tensor.double() for run in each for tensor in run.weights),
-        ]
-
-    mine, theirs = tensors(runs), tensors(others)
-    if not runs[-1].losses or [each.shape for each in mine] != [
-        each.shape for each in theirs
-    ]:
+    ours = _tensors(runs)
+    theirs = _tensors(others)
+    same_shapes = [a.shape for a in ours] == [b.shape for b in theirs]
+    if not runs[-1].losses or not same_shapes:
         raise Failed("the runs have other numbers of losses or other weights")
-    apart = [
-        float((a - b).abs().max() / b.abs().max().clamp(min=1e-20))
-        for a, b in zip(mine, theirs)
-    ]
+    apart = []
+    for a, b in zip(ours, theirs):
+        largest = b.abs().max().clamp(min=1e-20)
+        apart.append(float((a - b).abs().max() / largest))
     if not all(each <= tolerance for each in apart):  # NaN is not
         raise Failed(
             f"losses differ by {apart[0]:.1e}, weights by {max(apart[1:]):.1e}, relative"
@@ -242,17 +231,24 @@ def compared(
     return {"iterations": len(runs[-1].losses), "differences": max(apart)}
 
 
+def _tensors(runs: list[Observed]) -> list[torch.Tensor]:
+    """The losses of the last rank, and the weights of all."""
+    tensors = [torch.tensor(runs[-1].losses).double()]
+    for run in runs:
+        tensors += [weight.double() for weight in run.weights]
+    return tensors
+
+
 def drawn_on_the_host() -> None:
     """GPUs draw other initial weights than the CPU."""
-    own = torch.Generator("cpu").manual_seed(7)
+    generator = torch.Generator("cpu").manual_seed(7)
 
     def normal(
         tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0
     ) -> torch.Tensor:
+        drawn = torch.randn(tensor.shape, generator=generator, device="cpu")
         with torch.no_grad():
-            return tensor.copy_(
-                mean + std * torch.randn(tensor.shape, generator=own, device="cpu")
-            )
+            return tensor.copy_(mean + std * drawn)
 
     torch.nn.init.normal_ = normal
 
@@ -271,10 +267,8 @@ def same_bits(
     """Messages over NCCL and random delays, against messages over gloo."""
     ranks, argv = tiny(stages, width, text, *PLAIN_TORCH)
     expected = check.train(ranks, [*argv, "--two-bw-exchange", "gloo"])
-    return compared(
-        check.train(ranks, argv, delays, CUDA_DEVICE_MAX_CONNECTIONS=str(queues)),
-        expected,
-    )
+    delayed = check.train(ranks, argv, delays, CUDA_DEVICE_MAX_CONNECTIONS=str(queues))
+    return compared(delayed, expected)
 
 
 def stream_sanitizer(check: Check) -> dict[str, Any]:
@@ -288,11 +282,9 @@ def fused_gradients(check: Check, words: str) -> dict[str, Any]:
     """Weight gradients that a package adds to the slot itself, against those that
     autograd adds."""
     ranks, argv = tiny(2, 1, f"--bf16 {words}")
-    return compared(
-        check.train(ranks, argv),
-        check.train(ranks, [*argv, "--no-gradient-accumulation-fusion"]),
-        0.05,
-    )
+    fused = check.train(ranks, argv)
+    plain = check.train(ranks, [*argv, "--no-gradient-accumulation-fusion"])
+    return compared(fused, plain, tolerance=0.05)
 
 
 def microbatch(check: Check) -> int:
@@ -301,14 +293,15 @@ def microbatch(check: Check) -> int:
 
 def large(check: Check, schedule: str, *more: str) -> Observed:
     """One stage of GPT 355M in bf16; on the CPU of a tiny model."""
-    shape, vocabulary, samples, iterations = (
-        (24, 1024, 16, 512),
-        50256,
-        microbatch(check),
-        20,
-    )
+    shape = (24, 1024, 16, 512)
+    vocabulary = 50256
+    samples = microbatch(check)
+    iterations = 20
     if check.device == "cpu":
-        shape, vocabulary, samples, iterations = (8, 32, 4, 16), 1023, 1, 8
+        shape = (8, 32, 4, 16)
+        vocabulary = 1023
+        samples = 1
+        iterations = 8
     text = f"""--device auto --bf16 --pipeline-schedule {schedule} --micro-batch-size {samples} --log-interval 1000
         --global-batch-size {8 * samples} --vocab-size {vocabulary} --train-iters {iterations}
         --make-vocab-size-divisible-by 128"""
@@ -318,21 +311,16 @@ def large(check: Check, schedule: str, *more: str) -> Observed:
 def overhead(check: Check) -> dict[str, Any]:
     """2bw between two runs of Megatron's own schedule, whose difference is the noise.
     The goal is half a per cent."""
-    before, run, after = (
-        large(check, schedule).seconds for schedule in ("megatron", "2bw", "megatron")
-    )
-    figures = {
-        "seconds": run,
-        "overhead": 2 * run / (before + after) - 1,
-        "noise": abs(before - after) / after,
-    }
-    if check.device == "cuda" and figures["overhead"] > 0.03 + figures["noise"]:
+    before = large(check, "megatron").seconds
+    run = large(check, "2bw").seconds
+    after = large(check, "megatron").seconds
+    overhead_share = 2 * run / (before + after) - 1
+    noise = abs(before - after) / after
+    if check.device == "cuda" and overhead_share > 0.03 + noise:
         raise Failed(
-            "2bw takes {overhead:.2%} more time, of which {noise:.2%} may be noise".format(
-                **figures
-            )
+            f"2bw takes {overhead_share:.2%} more time, of which {noise:.2%} may be noise"
         )
-    return figures
+    return {"seconds": run, "overhead": overhead_share, "noise": noise}
 
 
 def memory(check: Check, variant: str) -> dict[str, Any]:
@@ -341,25 +329,22 @@ def memory(check: Check, variant: str) -> dict[str, Any]:
     design, choice = DESIGN[variant]
     plan = Plan(1, 1, 1, microbatch(check), 8, schedule="2bw", **choice)
     run = large(check, "2bw", "--train-iters", "6", *plan.flags())
-    model, fused = (
-        replace(preset("gpt-355m", 512), dropout=False),
-        installed("transformer_engine") or installed("apex"),
-    )
-    predicted = (
-        Memory(model, "bf16", flash=False, torch_adam=not fused).stages(plan)[0].total
-    )
-    figures = {"bytes_a_parameter": run.static_bytes / run.parameters, "design": design}
-    figures |= {"peak_gib": run.peak_bytes / 2**30, "planner_gib": predicted / 2**30}
+    model = replace(preset("gpt-355m", 512), dropout=False)
+    fused = installed("transformer_engine") or installed("apex")
+    planner = Memory(model, "bf16", flash=False, torch_adam=not fused)
+    predicted = planner.stages(plan)[0].total / 2**30
+    each = run.static_bytes / run.parameters
+    peak = run.peak_bytes / 2**30
     if check.device == "cuda" and run.static_bytes > design * run.parameters + BUFFERS:
-        raise Failed(
-            f"{figures['bytes_a_parameter']:.2f} bytes a parameter, not {design}"
-        )
-    if check.device == "cuda" and run.peak_bytes > 1.1 * predicted:
-        raise Failed(
-            f"peak {figures['peak_gib']:.2f} GiB; the planner predicts "
-            f"{figures['planner_gib']:.2f} GiB"
-        )
-    return figures
+        raise Failed(f"{each:.2f} bytes a parameter, not {design}")
+    if check.device == "cuda" and peak > 1.1 * predicted:
+        raise Failed(f"peak {peak:.2f} GiB; the planner predicts {predicted:.2f} GiB")
+    return {
+        "bytes_a_parameter": each,
+        "design": design,
+        "peak_gib": peak,
+        "planner_gib": predicted,
+    }
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ KILLED = 128 + 9
 
 LEFT = re.compile(r"exiting program after receiving SIG")  # Megatron, saved
 SIGNALLED = re.compile(r"node\.sh: Slurm has sent SIG")
+ERROR = re.compile(r"error: ")
 MEMORY = re.compile(
     (
         r"out of memory|oom[-_ ]kill|cannot allocate memory|can't allocate "
@@ -78,63 +79,64 @@ class Outcome(NamedTuple):
 
 def decide(facts: Facts) -> Outcome:
     """How a start ended, and whether to queue the job again."""
-    lines = list(run_log.training(facts.text))
-    last, planned = (lines[-1].iteration, lines[-1].planned) if lines else (0, 0)
+    last = planned = 0
+    for line in run_log.training(facts.text):
+        last = line.iteration
+        planned = line.planned
+    failed = facts.exit_status != 0
+    left = LEFT.search(facts.text) is not None
     # srun also ends the other nodes when one has failed; then its status is not 0.
-    left = (
-        bool(LEFT.search(facts.text))
-        or facts.exit_status == 0
-        and bool(SIGNALLED.search(facts.text))
-    )
-    early = facts.signalled or left or facts.exit_status != 0
-    if planned and (facts.saved == planned or last == planned and not early):
+    if not failed and SIGNALLED.search(facts.text):
+        left = True
+    interrupted = facts.signalled or left
+    reached = last == planned and not interrupted and not failed
+    if planned and (facts.saved == planned or reached):
         return Outcome("completed", f"iteration {planned} of {planned}")
+    saved = f"saved: iteration {facts.saved}"
     if facts.requeued:
-        return Outcome(
-            "pending", f"saved: iteration {facts.saved}; Slurm has queued it again"
-        )
+        return Outcome("pending", f"{saved}; Slurm has queued it again")
     if facts.cancelled:
-        return Outcome("failed", f"cancelled; saved: iteration {facts.saved}")
-    if facts.signalled or left:
-        if not facts.keeps:
-            return Outcome(
-                "timeout",
-                "its time was over; CHECKPOINTS=none, so it would start from the beginning",
-            )
-        if facts.saved == facts.before and facts.idle + 1 >= IDLE_STARTS:
-            remedy = (
-                "give it more time (sbatch --time), or a longer notice "
-                "(--signal=B:TERM@SECONDS)"
-            )
-            return Outcome(
-                "timeout", f"no iteration saved in {facts.idle + 1} starts: {remedy}"
-            )
+        return Outcome("failed", f"cancelled; {saved}")
+    if interrupted:
+        return _interrupted(facts)
+    if failed:
+        return _failed(facts)
+    reason = f"iteration {last} of {planned}, as its flags say"
+    return Outcome("completed", reason if planned else "nothing to train")
+
+
+def _interrupted(facts: Facts) -> Outcome:
+    """The outcome of a start that Slurm asked to end."""
+    if not facts.keeps:
+        return Outcome(
+            "timeout",
+            "its time was over; CHECKPOINTS=none, so it would start from the beginning",
+        )
+    if facts.saved != facts.before or facts.idle + 1 < IDLE_STARTS:
         return Outcome(
             "pending", f"saved: iteration {facts.saved}; queued again", requeue=True
         )
-    if facts.exit_status == 0:
-        return Outcome(
-            "completed",
-            f"iteration {last} of {planned}, as its flags say"
-            if lines
-            else "nothing to train",
-        )
-    if facts.exit_status == KILLED or MEMORY.search(facts.text):
-        return Outcome(
-            "out of memory",
-            _line(facts.text, MEMORY) or f"exit status {facts.exit_status}",
-        )
     return Outcome(
-        "failed",
-        _line(facts.text, re.compile(r"error: ")) or f"exit status {facts.exit_status}",
+        "timeout",
+        f"no iteration saved in {facts.idle + 1} starts: give it more time (sbatch "
+        "--time), or a longer notice (--signal=B:TERM@SECONDS)",
     )
+
+
+def _failed(facts: Facts) -> Outcome:
+    status = f"exit status {facts.exit_status}"
+    memory = _line(facts.text, MEMORY)
+    if memory or facts.exit_status == KILLED:
+        return Outcome("out of memory", memory or status)
+    return Outcome("failed", _line(facts.text, ERROR) or status)
 
 
 def _line(text: str, pattern: re.Pattern[str]) -> str:
     """The first line with the pattern."""
-    return next(
-        (line.strip()[:300] for line in text.splitlines() if pattern.search(line)), ""
-    )
+    for line in text.splitlines():
+        if pattern.search(line):
+            return line.strip()[:300]
+    return ""
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -150,14 +152,10 @@ def write(path: Path, outcome: Outcome, **fields: Any) -> None:
         "reason": outcome.reason,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-    content |= entry | {
-        "history": [
-            *content.get("history", []),
-            entry | {"start": content.get("start", 0)},
-        ]
-    }
+    history = content.get("history", [])
+    history.append(entry | {"start": content.get("start", 0)})
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, content)
+    write_json(path, content | entry | {"history": history})
 
 
 def tail(path: Path) -> str:
@@ -178,26 +176,26 @@ def saved_iteration(checkpoints: str) -> int:
 def begin(options: argparse.Namespace) -> int:
     """A start begins. Status 1 if the last starts saved nothing, as when nodes fail
     repeatedly."""
-    content, saved = read(options.file), saved_iteration(options.checkpoints)
+    content = read(options.file)
+    saved = saved_iteration(options.checkpoints)
+    keeps = options.checkpoints != "none"
     idle = 0
-    if (
-        options.start
-        and options.checkpoints != "none"
-        and content.get("saved") == saved
-    ):
+    if options.start and keeps and content.get("saved") == saved:
         idle = content.get("idle", 0) + 1
-    fields = {"job": options.job, "start": options.start, "saved": saved, "idle": idle}
+    outcome = Outcome("running", f"start {options.start}, from iteration {saved}")
     if idle >= IDLE_STARTS:
-        message = f"no iteration saved in {idle} starts; it is not started again"
-        write(options.file, Outcome("failed", message), **fields)
-        report("megatron-2bw slurm", message)
-        return 1
+        reason = f"no iteration saved in {idle} starts; it is not started again"
+        outcome = Outcome("failed", reason)
+        report("megatron-2bw slurm", reason)
     write(
         options.file,
-        Outcome("running", f"start {options.start}, from iteration {saved}"),
-        **fields,
+        outcome,
+        job=options.job,
+        start=options.start,
+        saved=saved,
+        idle=idle,
     )
-    return 0
+    return int(outcome.word == "failed")
 
 
 def end(options: argparse.Namespace) -> int:
@@ -211,7 +209,9 @@ def end(options: argparse.Namespace) -> int:
         facts = Facts(
             options.exit_status,
             "\n".join(map(tail, logs)),
-            *(options.signalled, options.cancelled, options.requeued),
+            options.signalled,
+            options.cancelled,
+            options.requeued,
             saved=saved_iteration(options.checkpoints),
             before=content.get("saved", 0),
             idle=content.get("idle", 0),
@@ -226,19 +226,21 @@ def end(options: argparse.Namespace) -> int:
 def late(options: argparse.Namespace) -> int:
     """Slurm is about to kill a start that has not ended: write the word that is right
     if it does."""
-    outcome = (
-        ("failed", "cancelled") if options.cancelled else ("timeout", options.reason)
-    )
     if options.requeued:
-        outcome = "pending", "Slurm has queued it again"
-    write(options.file, Outcome(*outcome), job=options.job)
+        outcome = Outcome("pending", "Slurm has queued it again")
+    elif options.cancelled:
+        outcome = Outcome("failed", "cancelled")
+    else:
+        outcome = Outcome("timeout", options.reason)
+    write(options.file, outcome, job=options.job)
     return 0
 
 
 def show(options: argparse.Namespace) -> int:
     """A line for each job; what is no folder of a job has none."""
     for folder in options.logs:
-        if content := current(folder / "status.json"):
+        content = current(folder / "status.json")
+        if content:
             print(
                 f"{folder}: {content['status']}, {content['reason']} ({content['time']})"
             )
@@ -255,9 +257,9 @@ def current(path: Path, job: str = "") -> dict[str, Any]:
         state = slurm_state(job).rstrip("+")
         content = read(path)  # a job that ended meanwhile wrote it before Slurm knew
         if content["status"] in OPEN and state not in ALIVE:
-            reason = (
-                f"Slurm: {state}" if state else "Slurm does not know the job any more"
-            )
+            reason = "Slurm does not know the job any more"
+            if state:
+                reason = f"Slurm: {state}"
             write(path, Outcome(DIED.get(state, "failed"), reason))
     return read(path)
 
@@ -265,29 +267,32 @@ def current(path: Path, job: str = "") -> dict[str, Any]:
 def slurm_state(job: str) -> str:
     """Slurm's word for a job: from its controller, which forgets after minutes, or from
     its accounting."""
-    for command in (
-        ["squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job],
-        [
-            "sacct",
-            "--allocations",
-            "--noheader",
-            "--parsable2",
-            "--format=State",
-            "--jobs",
-            job,
-        ],
-    ):
+    squeue = "squeue --noheader --states=all --format=%T --jobs"
+    sacct = "sacct --allocations --noheader --parsable2 --format=State --jobs"
+    for command in (squeue, sacct):
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=60, check=False
+            [*command.split(), job],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
-        if found := done.stdout.split():
-            return found[0]
+        words = done.stdout.split()
+        if words:
+            return words[0]
     return ""
 
 
+def script(options: argparse.Namespace) -> None:
+    print(Path(__file__).with_name(f"pretrain_{options.kind}_2bw.sbatch"))
+
+
 def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw slurm") -> int:
-    about = "The states of Slurm jobs, from their status files; and the script that sbatch submits."
-    parser = Parser(prog=prog, description=about, allow_abbrev=False)
+    parser = Parser(
+        prog=prog,
+        description="The states of Slurm jobs, from their status files; and the script that sbatch submits.",
+        allow_abbrev=False,
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, function in (("start", begin), ("end", end), ("late", late)):
         command = commands.add_parser(name, allow_abbrev=False)  # of job.sh
@@ -306,11 +311,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw slurm") ->
     command.set_defaults(function=show)
     command.add_argument("logs", type=Path, nargs="+", metavar="DIR")
     command = commands.add_parser("script", help="the path of the script")
-    command.set_defaults(
-        function=lambda own: print(
-            Path(__file__).with_name(f"pretrain_{own.kind}_2bw.sbatch")
-        )
-    )
+    command.set_defaults(function=script)
     command.add_argument("kind", choices=("gpt", "bert"))
     options = parser.parse_args(argv)
     return run_program(prog, lambda: options.function(options))

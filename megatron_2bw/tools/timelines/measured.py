@@ -12,10 +12,10 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from megatron_2bw.schedules import REDUCE, STEP, B, F, PipeDreamFlush, Schedule, TwoBW
-from megatron_2bw.tools.timelines.page import HERE, whole
 from megatron_2bw.tools.timelines.simulator import (
     Event,
     Times,
+    actions_of,
     by_stage,
     scaled,
     simulate_lists,
@@ -42,53 +42,42 @@ def last_batches(events: list[Event], batches: int) -> Batches | None:
     """The last `batches` batches, at most, that all stages of a pipeline have reduced;
     None if there is none."""
     stages = 1 + max(event.stage for event in events)
-    reduces = [
-        {e.action.batch: e.start for e in own if e.action.kind == REDUCE}
-        for own in by_stage(events, stages)
-    ]
-    last = min(max(own, default=-1) for own in reduces)
-    if last < 0:  # a stage's file ends before its first reduction
-        return None
-    first = max(last - batches + 1, min(min(own) for own in reduces))
-    begin = reduces[0].get(first - 1, min(event.start for event in events))
-    count = sum(event.action.kind == B and event.stage == 0 for event in events)
+    reductions = []  # of each stage: batch -> start
+    for own in by_stage(events, stages):
+        starts = {e.action.batch: e.start for e in own if e.action.kind == REDUCE}
+        if not starts:  # the stage's file ends before its first reduction
+            return None
+        reductions.append(starts)
+    last = min(map(max, reductions))
+    first = max(last - batches + 1, min(map(min, reductions)))
+    begin = reductions[0].get(first - 1, min(event.start for event in events))
+    backwards = sum(event.action.kind == B and event.stage == 0 for event in events)
     return Batches(
         events,
         stages,
         begin,
         first,
-        max(count // len(reduces[0]), 1),
-        f"batches {first} to {last}",
+        microbatches=max(backwards // len(reductions[0]), 1),
+        title=f"batches {first} to {last}",
     )
-
-
-def html(batches: Batches) -> str:
-    return whole(HERE / "trace.html", {"trace": timelines(batches)})
 
 
 def timelines(batches: Batches) -> dict[str, Any]:
     """What the page shows: both timelines, in milliseconds, and the medians."""
-    events, stages = scaled(batches.events, 1e3), batches.stages
+    events = scaled(batches.events, 1e3)
+    stages = batches.stages
     lists = by_stage(events, stages)
     # for the rule of its step only
     schedule: Schedule = TwoBW() if has_late_step(lists) else PipeDreamFlush()
     times = medians(lists, schedule.late_step)
-    found = simulate_lists(
-        schedule,
-        [[event.action for event in own] for own in lists],
-        times,
-        partial=True,
-    )
-    before = (0, REDUCE, batches.first - 1)
-    begin = next(
-        (e.start for e in found if (e.stage, e.action.kind, e.action.number) == before),
-        0.0,
-    )
+    simulated = simulate_lists(schedule, actions_of(lists), times, partial=True)
+    begin = _reduction_start(simulated, batches.first - 1)
     # a measured step begins where its stage begins to wait for it, as in a simulation
     if schedule.late_step:
-        events = [
-            e._replace(start=e.asked) if e.action.kind == STEP else e for e in events
-        ]
+        for place, event in enumerate(events):
+            if event.action.kind == STEP:
+                events[place] = event._replace(start=event.asked)
+    measured = cut(events, 1e3 * batches.begin)
     return {
         "title": batches.title,
         "microbatches": batches.microbatches,
@@ -98,22 +87,27 @@ def timelines(batches: Batches) -> dict[str, Any]:
             "message": times.transfer,
         },
         "timelines": {
-            "measured": drawn(
-                schedule, cut(events, 1e3 * batches.begin), stages, times, SMALL
-            ),
-            "simulated": drawn(schedule, cut(found, begin), stages, times),
+            "measured": drawn(schedule, measured, stages, times, SMALL),
+            "simulated": drawn(schedule, cut(simulated, begin), stages, times),
         },
     }
 
 
+def _reduction_start(events: list[Event], batch: int) -> float:
+    """When stage 0 starts the reduction of `batch`; 0 before the first batch."""
+    for event in events:
+        if (event.stage, *event.action[:2]) == (0, REDUCE, batch):
+            return event.start
+    return 0.0
+
+
 def has_late_step(lists: Lists) -> bool:
     """Whether other actions stand between a batch's reduction and its step."""
-    return any(
-        after.action.kind != STEP
-        for own in lists
-        for before, after in pairwise(own)
-        if before.action.kind == REDUCE
-    )
+    for own in lists:
+        for before, after in pairwise(own):
+            if before.action.kind == REDUCE and after.action.kind != STEP:
+                return True
+    return False
 
 
 def medians(lists: Lists, late: bool) -> Times:
@@ -123,36 +117,36 @@ def medians(lists: Lists, late: bool) -> Times:
     The step of a schedule with a flush is the least time that a stage spends in R and
     S: the other stages wait in them.
     """
-
-    def median(kind: str) -> list[float]:
-        """Of each stage."""
-        durations = [
-            [e.end - e.start for e in own if e.action.kind == kind] for own in lists
-        ]
-        return [statistics.median(own or [0.0]) for own in durations]
-
-    ends = {(e.stage, e.action.kind, e.action.number): e for own in lists for e in own}
-
-    def least(kind: str, giver: int, taker: int) -> float:
-        pairs = [
-            (e, ends.get((taker, kind, e.action.number)))
-            for e in lists[giver]
-            if e.action.kind == kind
-        ]
-        return min((other.start - e.end for e, other in pairs if other), default=0.0)
-
-    transfer = [
-        max(least(F, s, s + 1) + least(B, s + 1, s), 0.0) / 2
-        for s in range(len(lists) - 1)
-    ] + [0.0]
-    reduce = median(REDUCE)
-    step = 0.0 if late else min(map(sum, zip(reduce, median(STEP))))
-    overlap = reduce if late else 0.0
+    transfer = []
+    for above, below in pairwise(lists):
+        both = _least_delay(F, above, below) + _least_delay(B, below, above)
+        transfer.append(max(both, 0.0) / 2)
+    reduce = _medians(lists, REDUCE)
+    step = _medians(lists, STEP)
     return Times(
-        median(F),
-        median(B),
-        transfer=transfer,
-        step=step,
+        _medians(lists, F),
+        _medians(lists, B),
+        transfer=[*transfer, 0.0],
+        step=0.0 if late else min(map(sum, zip(reduce, step))),
         joint_step=True,
-        overlap_cost=overlap,
+        overlap_cost=reduce if late else 0.0,
     )
+
+
+def _medians(lists: Lists, kind: str) -> list[float]:
+    """Each stage's median time of the actions of this kind."""
+    times = []
+    for own in lists:
+        durations = [e.duration for e in own if e.action.kind == kind]
+        times.append(statistics.median(durations or [0.0]))
+    return times
+
+
+def _least_delay(kind: str, sender: list[Event], receiver: list[Event]) -> float:
+    """The least time from the end of an action to the start of the receiver's."""
+    starts = {e.action.number: e.start for e in receiver if e.action.kind == kind}
+    delays = []
+    for event in sender:
+        if event.action.kind == kind and event.action.number in starts:
+            delays.append(starts[event.action.number] - event.end)
+    return min(delays, default=0.0)

@@ -3,6 +3,7 @@ right."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,12 @@ from megatron_2bw.tools.timelines.text import busy_words, label
 # the darker of a pair.
 FORWARD = ("#a6d3f2", "#fbd9a5", "#bfe5d9")
 BACKWARD = ("#0072b2", "#b85c00", "#00664c")
-IDLE, UPDATE = "#e9ebee", "#8d959e"  # UPDATE: a stage's own time for an update
-# inches (a page: 100 pixels each): a picture, a row, all rows
-WIDTH, ROW, HIGHEST = 8.5, 0.27, 9.0
+IDLE = "#e9ebee"
+UPDATE = "#8d959e"  # a stage's own time for an update
+# inches (a page: 100 pixels each)
+WIDTH = 8.5
+ROW_HEIGHT = 0.27
+MAX_HEIGHT = 9.0  # of all rows
 
 
 def draw_shapes(
@@ -43,28 +47,27 @@ def draw_shapes(
               they have no more room
     """
     timelines = [simulate(schedule, shape, times) for schedule, shape in panels]
-    room = (
-        34 * min(times.of("forward", panels[0][1].stages)) if versions else float("inf")
-    )
-    span = 0.0, until or min(room, max(map(makespan, timelines)))
-    tall = 1.5 if versions else 1.0
-    figure, axes = _rows([shape.stages for _, shape in panels], tall)
+    if until is None:
+        until = max(map(makespan, timelines))
+        if versions:
+            until = min(34 * min(times.of("forward", panels[0][1].stages)), until)
+    figure, axes = _rows([shape.stages for _, shape in panels], 1.5 if versions else 1)
+    chunked = False
     for axis, events, (schedule, shape) in zip(axes, timelines, panels):
+        chunked |= schedule.chunks > 1
         draw_rows(
             axis,
             events,
             shape,
-            span=span,
+            span=(0.0, until),
             versions=versions,
             steps=not schedule.late_step,
         )
-        title = (
-            f"{schedule.name}: {schedule.summary} — {busy_words(events, shape.stages)}"
-        )
+        busy = busy_words(events, shape.stages)
+        title = f"{schedule.name}: {schedule.summary} — {busy}"
         axis.set_title(title, loc="left", fontsize=8)
-    chunked = any(schedule.chunks > 1 for schedule, _ in panels)
     axes[-1].set_xlabel(
-        f"time (forward {_of(times.forward)}, backward {_of(times.backward)}); "
+        f"time (forward {_range(times.forward)}, backward {_range(times.backward)}); "
         f"numbers are microbatches, {'letters model chunks, ' if chunked else ''}colours batches, "
         "black lines weight updates"
     )
@@ -74,12 +77,12 @@ def draw_shapes(
 def _rows(stages: Sequence[int], tall: float = 1.0) -> tuple[Any, Any]:
     """A figure with a timeline of so many stages below the other, and their axes."""
     # so that the picture fits a screen
-    heights = [tall * min(ROW, HIGHEST / count) * count for count in stages]
+    heights = [tall * min(ROW_HEIGHT, MAX_HEIGHT / count) * count for count in stages]
     figure = new_figure(WIDTH, 0.5 + sum(heights) + 0.4 * len(stages))
     return figure, figure.subplots(len(stages), 1, sharex=True, squeeze=False)[:, 0]
 
 
-def _of(time: PerStage) -> str:
+def _range(time: PerStage) -> str:
     """A duration, or the range of those of the stages."""
     if isinstance(time, (int, float)):
         return f"{time:g}"
@@ -112,45 +115,38 @@ def draw_rows(
 ) -> None:
     """Draw on an axis of a picture WIDTH inches wide: a collection of bars per stage,
     and numbers where they fit."""
-    begin, end = span or (
-        min(event.start for event in events),
-        max(event.end for event in events),
-    )
-    events = [event for event in events if event.end >= begin and event.start <= end]
-    chunks = 1 + max((event.action.chunk for event in events), default=0)
-    for row, own in enumerate(reversed(by_stage(events, shape.stages))):
-        kinds = (REDUCE, STEP) if steps else (REDUCE,)
-        updates = [
-            event
-            for event in own
-            if event.action.kind in kinds and event.end > event.start
-        ]
-        bars = [event for event in own if event.action.kind in (F, B)]
-        colours = [_colour(event, shape) for event in bars]
-        shades = [
-            (colour, 1 - event.action.chunk / chunks / 2)
-            for event, colour in zip(bars, colours)
-        ]
+    if span is None:
+        begin = min(event.start for event in events)
+        end = max(event.end for event in events)
+    else:
+        begin, end = span
+    shown = [event for event in events if event.end >= begin and event.start <= end]
+    chunks = 1 + max((event.action.chunk for event in shown), default=0)
+    points = (WIDTH - 0.8) * 72 / (end - begin)
+    for row, own in enumerate(reversed(by_stage(shown, shape.stages))):
+        updates = []
+        bars = []
+        for event in own:
+            kind = event.action.kind
+            if kind in (F, B):
+                bars.append(event)
+            elif event.duration > 0 and (kind == REDUCE or steps):
+                updates.append(event)
         axis.broken_barh(_spans(updates), (row - 0.2, 0.4), facecolors=UPDATE)
         axis.broken_barh(
             _spans(bars),
             (row - 0.43, 0.86),
-            facecolors=shades,
+            facecolors=[_shade(bar, shape, chunks) for bar in bars],
             edgecolors="white",
             linewidths=0.6,
         )
         for event in own:
             if event.action.kind == STEP and begin < event.end <= end:
-                axis.plot(
-                    [event.end, event.end],
-                    [row - 0.45, row + 0.45],
-                    color="black",
-                    linewidth=1.6,
-                )
-        for event, colour in zip(bars, colours) if numbers else ():
-            points = (event.end - event.start) / (end - begin) * (WIDTH - 0.8) * 72
-            if begin <= event.start and event.end <= end * (1 + 1e-9):
-                _number(axis, event, row, points, chunks, colour, versions)
+                line = (row - 0.45, row + 0.45)
+                axis.plot((event.end, event.end), line, color="black", linewidth=1.6)
+        for bar in bars if numbers else ():
+            if begin <= bar.start and bar.end <= end * (1 + 1e-9):
+                _number(axis, bar, row, points * bar.duration, chunks, versions)
     names = [f"stage {stage}" for stage in reversed(range(shape.stages))]
     axis.set_yticks(range(shape.stages), names, fontsize=8 if shape.stages <= 32 else 5)
     axis.set(facecolor=IDLE, xlim=(begin, end), ylim=(-0.52, shape.stages - 0.48))
@@ -159,34 +155,26 @@ def draw_rows(
 
 def _spans(events: list[Event]) -> list[tuple[float, float]]:
     """(start, length) of each."""
-    return [(event.start, event.end - event.start) for event in events]
+    return [(event.start, event.duration) for event in events]
 
 
-def _colour(event: Event, shape: Shape) -> str:
-    """By batch and kind; those of later chunks are drawn lighter."""
+def _shade(event: Event, shape: Shape, chunks: int) -> tuple[str, float]:
+    """A colour by batch and kind; later chunks are drawn lighter."""
     colours = FORWARD if event.action.kind == F else BACKWARD
-    return colours[shape.batch(event.action.microbatch) % len(colours)]
+    batch = shape.batch(event.action.microbatch)
+    return colours[batch % len(colours)], 1 - event.action.chunk / chunks / 2
 
 
 def _number(
-    axis,
-    event: Event,
-    row: int,
-    points: float,
-    chunks: int,
-    colour: str,
-    versions: bool,
+    axis, event: Event, row: int, points: float, chunks: int, versions: bool
 ) -> None:
     """Write the microbatch's number if a bar of that many points has room for it."""
-    text, middle = label(event, chunks > 1), (event.start + event.end) / 2
-    style = {
-        "ha": "center",
-        "va": "center",
-        "color": "white" if colour in BACKWARD else "black",
-    }
-    if points >= 4.5 * len(text) + 1:
-        axis.text(middle, row + 0.14 * versions, text, fontsize=7, **style)
-        if versions and points >= 16:
-            axis.text(
-                middle, row - 0.24, f"W({event.action.version})", fontsize=6, **style
-            )
+    text = label(event, chunks > 1)
+    middle = (event.start + event.end) / 2
+    colour = "black" if event.action.kind == F else "white"
+    write = functools.partial(axis.text, middle, ha="center", va="center", color=colour)
+    if points < 4.5 * len(text) + 1:
+        return
+    write(row + 0.14 * versions, text, fontsize=7)
+    if versions and points >= 16:
+        write(row - 0.24, f"W({event.action.version})", fontsize=6)

@@ -9,7 +9,10 @@ gradients.
 
 from __future__ import annotations
 
+import collections
 import functools
+import itertools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -43,14 +46,10 @@ class Times:
 
     def of(self, name: str, stages: int) -> list[float]:
         """The field `name` as a list, one entry per stage."""
-        given = getattr(self, name)
-        if type(given) is list:
-            return given
-        return (
-            [float(given)] * stages
-            if isinstance(given, (int, float))
-            else [float(time) for time in given]
-        )
+        time = getattr(self, name)
+        if isinstance(time, (int, float)):
+            return [float(time)] * stages
+        return list(time)
 
     def computations(self, stages: int) -> dict[str, list[float]]:
         """Each stage's time of a microbatch, by kind of action. A schedule with more
@@ -69,6 +68,10 @@ class Event(NamedTuple):
     # when its message left; later than `end` if it waited for its link
     sent: float = 0.0
 
+    @property
+    def duration(self) -> float:
+        return self.end - self.start
+
 
 def simulate(schedule: Schedule, shape: Shape, times: Times = Times()) -> list[Event]:
     """Events of iterations shape.first ... shape.end - 1, in order of start. ValueError
@@ -78,14 +81,11 @@ def simulate(schedule: Schedule, shape: Shape, times: Times = Times()) -> list[E
 
 def _lists(schedule: Schedule, shape: Shape) -> list[list[Action]]:
     """The actions of each stage in all iterations of `shape`."""
-    return [
-        [
-            action
-            for j in range(shape.first, shape.end)
-            for action in schedule.actions(shape, stage, j)
-        ]
-        for stage in range(shape.stages)
-    ]
+    lists: list[list[Action]] = [[] for _ in range(shape.stages)]
+    for stage, actions in enumerate(lists):
+        for iteration in range(shape.first, shape.end):
+            actions += schedule.actions(shape, stage, iteration)
+    return lists
 
 
 def simulate_lists(
@@ -97,7 +97,7 @@ def simulate_lists(
     partial: the lists may end anywhere; the events up to there
     """
     events = _Run(schedule, prepared(lists, schedule.chunks), times).play(partial)
-    return sorted(events, key=lambda event: (event.start, event.stage))
+    return sorted(events, key=operator.attrgetter("start", "stage"))
 
 
 def by_stage(events: Iterable[Event], stages: int) -> list[list[Event]]:
@@ -108,6 +108,10 @@ def by_stage(events: Iterable[Event], stages: int) -> list[list[Event]]:
     return rows
 
 
+def actions_of(lists: list[list[Event]]) -> list[list[Action]]:
+    return [[event.action for event in own] for own in lists]
+
+
 def scaled(events: Iterable[Event], factor: float) -> list[Event]:
     """The events in another unit of time."""
     return [
@@ -116,42 +120,41 @@ def scaled(events: Iterable[Event], factor: float) -> list[Event]:
     ]
 
 
+Message = tuple[
+    str, int, int
+]  # F or B, the part of the model that takes it, microbatch
+
+
 class Prepared(NamedTuple):
-    """An action with the message that it needs, the message that it gives, and the
-    boundary."""
+    """An action, the message that it waits for, and the message that it sends."""
 
     action: Action
-    # the message (F or B, part of the model, microbatch) that it waits for
-    needs: tuple[str, int, int] | None
-    gives: tuple[str, int, int] | None
-    boundary: int
+    needs: Message | None = None
+    gives: Message | None = None
 
 
 def prepared(lists: list[list[Action]], chunks: int) -> list[list[Prepared]]:
     """The actions of each stage's list with their messages."""
-    stages, parts = len(lists), range(chunks * len(lists))
-
-    def of(action: Action, stage: int) -> Prepared:
-        kind, part, onward = (
-            action.kind,
-            action.chunk * stages + stage,
-            {F: 1, B: -1}.get(action.kind),
-        )
-        needs = (
-            (kind, part, action.number) if onward and part - onward in parts else None
-        )
-        gives = (
-            (kind, part + onward, action.number)
-            if onward and part + onward in parts
-            else None
-        )
-        return Prepared(
-            action, needs, gives, stage if kind == F else (stage - 1) % stages
-        )
-
-    return [[of(action, stage) for action in own] for stage, own in enumerate(lists)]
+    stages = len(lists)
+    rows = []
+    for stage, actions in enumerate(lists):
+        rows.append([_prepared(each, stage, stages, chunks) for each in actions])
+    return rows
 
 
+def _prepared(action: Action, stage: int, stages: int, chunks: int) -> Prepared:
+    kind = action.kind
+    if kind not in (F, B):
+        return Prepared(action)
+    part = action.chunk * stages + stage
+    before, after = (part - 1, part + 1) if kind == F else (part + 1, part - 1)
+    parts = range(chunks * stages)
+    needs = (kind, part, action.number) if before in parts else None
+    gives = (kind, after, action.number) if after in parts else None
+    return Prepared(action, needs, gives)
+
+
+@dataclass
 class _Run:
     """One simulation. Each stage is a generator that yields the input that it waits
     for.
@@ -160,29 +163,20 @@ class _Run:
     each stage ends with one.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        lists: list[list[Prepared]],
-        times: Times,
-        computed: bool = True,
-    ):
-        self.schedule, self.lists, self.stages, self.computed = (
-            schedule,
-            lists,
-            len(lists),
-            computed,
-        )
-        self.took = {
-            kind: [time / schedule.chunks for time in each]
-            for kind, each in times.computations(self.stages).items()
-        }
-        self.times, self.common = times, schedule.global_step or times.joint_step
-        self.arrived: dict[tuple[str, int, int], float] = {}  # messages
+    schedule: Schedule
+    lists: list[list[Prepared]]
+    times: Times
+    computed: bool = True
+
+    def __post_init__(self) -> None:
+        self.stages = len(self.lists)
+        self.computations = self.times.computations(self.stages)
+        self.joint_step = self.schedule.global_step or self.times.joint_step
+        self.arrived: dict[Message, float] = {}
         # batch -> when each stage had its gradients
-        self.reduced: dict[int, list[float]] = {}
+        self.reduced: dict[int, list[float]] = collections.defaultdict(list)
         # missing input -> the stages that wait for it
-        self.waiting: dict[object, list[int]] = {}
+        self.waiting: dict[object, list[int]] = collections.defaultdict(list)
         self.runnable = list(range(self.stages))
         self.events: list[Event] = []
 
@@ -192,8 +186,8 @@ class _Run:
             stage = self.runnable.pop()
             missing = next(stages[stage], None)
             if missing is not None:
-                self.waiting.setdefault(missing, []).append(stage)
-        stuck = sorted(stage for own in self.waiting.values() for stage in own)
+                self.waiting[missing].append(stage)
+        stuck = sorted(itertools.chain(*self.waiting.values()))
         if stuck and not partial:
             raise ValueError(
                 f"{self.schedule.name} deadlocks: stages {stuck} wait for each other"
@@ -206,61 +200,57 @@ class _Run:
         A search of the planner spends most of its time here: hence the local names and
         the single function.
         """
-        times, stages, arrived, waiting, runnable = (
-            self.times,
-            self.stages,
-            self.arrived,
-            self.waiting,
-            self.runnable,
-        )
-        transfer, occupied, sending = (
-            times.of(name, stages) for name in ("transfer", "occupied", "sending")
-        )
-        reduce, cost = (
-            times.of("reduce", stages)[stage],
-            times.of("overlap_cost", stages)[stage],
-        )
-        took = {kind: each[stage] for kind, each in self.took.items()}
-        link_free, append, computed, free = (
-            {F: 0.0, B: 0.0},
-            self.events.append,
-            self.computed,
-            0.0,
-        )
-        for action, needs, gives, boundary in self.lists[stage]:
-            kind, asked, start = action[0], free, free
+        arrived = self.arrived
+        computed = self.computed
+        transfer = self.times.of("transfer", self.stages)
+        occupied = self.times.of("occupied", self.stages)
+        sending = self.times.of("sending", self.stages)
+        reduce = self.times.of("reduce", self.stages)[stage]
+        overlap_cost = self.times.of("overlap_cost", self.stages)[stage]
+        durations = {}
+        for kind, each in self.computations.items():
+            durations[kind] = each[stage] / self.schedule.chunks
+        boundaries = {F: stage, B: stage - 1}  # -1: from the first stage to the last
+        link_free = {F: 0.0, B: 0.0}
+        free = 0.0
+        for action, needs, gives in self.lists[stage]:
+            kind = action[0]
+            asked = start = free
             if needs is not None:
                 if needs not in arrived:
                     yield needs
                 start = max(start, arrived[needs])
-            if kind in took:
-                sent = end = free = start + took[kind]
+            if kind in durations:
+                sent = end = free = start + durations[kind]
                 if gives is not None:
+                    boundary = boundaries[kind]
                     sent = max(end, link_free[kind])
                     link_free[kind] = sent + occupied[boundary]
                     arrived[gives] = sent + transfer[boundary]
                     free = end + sending[boundary]
-                    if gives in waiting:
-                        runnable += waiting.pop(gives)
+                    self._wake(gives)
                 if computed:
-                    append(Event(stage, action, start, end, asked, sent))
+                    self.events.append(Event(stage, action, start, end, asked, sent))
                 continue
-            ends = self.reduced.setdefault(action.batch, [])
+            reduced = self.reduced[action.batch]
             if kind == REDUCE:
-                ends.append(start + reduce)
-                if len(ends) == stages:
-                    runnable += waiting.pop((STEP, action.batch), [])
-                free = start + cost
+                reduced.append(start + reduce)
+                if len(reduced) == self.stages:
+                    self._wake((STEP, action.batch))
+                free = start + overlap_cost
             else:
-                if self.common and len(ends) < stages:
+                if self.joint_step and len(reduced) < self.stages:
                     yield STEP, action.batch
-                free = max(
-                    asked, (max(ends) if self.common else asked + reduce) + times.step
-                )
+                ready = max(reduced) if self.joint_step else asked + reduce
+                free = max(asked, ready + self.times.step)
                 if not self.schedule.late_step:
                     # not before `asked` by rounding
-                    start = max(free - times.step, asked)
-            append(Event(stage, action, start, free, asked, free))
+                    start = max(free - self.times.step, asked)
+            self.events.append(Event(stage, action, start, free, asked, free))
+
+    def _wake(self, arrival: object) -> None:
+        if arrival in self.waiting:
+            self.runnable += self.waiting.pop(arrival)
 
 
 def makespan(events: list[Event]) -> float:
@@ -274,31 +264,27 @@ def iteration_time(
     stage with the most work."""
     # all stages restart together: every iteration equals the first
     if schedule.flushes and schedule.global_step:
-        return makespan(_run(schedule, Shape(stages, microbatches, 0, 1), times))
-    work = [
-        f + b for f, b in zip(times.of("forward", stages), times.of("backward", stages))
-    ]
+        return makespan(_updates(schedule, Shape(stages, microbatches, 0, 1), times))
     # Iterations differ where batch j + 2 waits for the step of batch j, or messages are
     # slower than computation. A short pipeline needs more iterations to settle, and is
     # cheap.
-    count, skipped = max(min(stages, 4), 2) if stages <= 8 else 2, 2 + 8 // stages
+    count = max(min(stages, 4), 2) if stages <= 8 else 2
+    skipped = 2 + 8 // stages
+    shape = Shape(stages, microbatches, 0, skipped + count + 3)
     # its work bounds every iteration, also while messages still queue elsewhere
+    work = list(map(sum, zip(*times.computations(stages).values())))
     busiest = work.index(max(work))
-    ends = [
-        event.end
-        for event in _run(
-            schedule, Shape(stages, microbatches, 0, skipped + count + 3), times
-        )
-        if event.stage == busiest and event.action.kind == STEP
-    ]
+    ends = []
+    for event in _updates(schedule, shape, times):
+        if event.stage == busiest and event.action.kind == STEP:
+            ends.append(event.end)
     return (ends[skipped + count] - ends[skipped]) / count
 
 
-def _run(schedule: Schedule, shape: Shape, times: Times) -> list[Event]:
+def _updates(schedule: Schedule, shape: Shape, times: Times) -> list[Event]:
     """The reductions and steps of `simulate`, in any order."""
-    return _Run(
-        schedule, _prepared_lists(schedule, shape), times, computed=False
-    ).play()
+    lists = _prepared_lists(schedule, shape)
+    return _Run(schedule, lists, times, computed=False).play()
 
 
 @functools.lru_cache(64)
@@ -328,49 +314,57 @@ def long_iteration_time(
         return iteration_time(schedule, stages, microbatches, times)
     if schedule.flushes and schedule.global_step:
         return _long_flush(schedule, stages, microbatches, times, short, long)
-    hidden = replace(times, reduce=0.0, step=0.0) if schedule.late_step else times
-    before, after = (iteration_time(schedule, stages, m, hidden) for m in (short, long))
+    added = microbatches - long
+    alone = replace(times, reduce=0.0, step=0.0) if schedule.late_step else times
+    before = iteration_time(schedule, stages, short, alone)
+    after = iteration_time(schedule, stages, long, alone)
     each = (after - before) / (long - short)
-    seconds = after + (microbatches - long) * each
-    if hidden is times:
+    seconds = after + added * each
+    if not schedule.late_step:
         return seconds
     waiting = iteration_time(schedule, stages, long, times)
     if waiting <= after:
         return seconds
     slope = (waiting - iteration_time(schedule, stages, short, times)) / (long - short)
-    return max(seconds, waiting + (microbatches - long) * min(max(slope, 0.0), each))
+    return max(seconds, waiting + added * min(max(slope, 0.0), each))
 
 
-def _in_rounds(schedule, stages: int, microbatches: int, times: Times) -> float:
+def _in_rounds(
+    schedule: Schedule, stages: int, microbatches: int, times: Times
+) -> float:
     """Stage 0 runs a round's last backward and the next round's first forward, so
     rounds follow each other whole."""
-    one, before = replace(schedule, round=None), (microbatches - 1) // schedule.round
-    alone = replace(times, reduce=0.0, step=0.0)
-    last = long_iteration_time(
-        one, stages, microbatches - before * schedule.round, times
-    )
-    return before * long_iteration_time(one, stages, schedule.round, alone) + last
+    size = schedule.round
+    one_round = replace(schedule, round=None)
+    full_rounds = (microbatches - 1) // size
+    rest = microbatches - full_rounds * size
+    without_update = replace(times, reduce=0.0, step=0.0)
+    last = long_iteration_time(one_round, stages, rest, times)
+    each = long_iteration_time(one_round, stages, size, without_update)
+    return full_rounds * each + last
 
 
 def _long_flush(
-    schedule, stages: int, microbatches: int, times: Times, short: int, long: int
+    schedule: Schedule,
+    stages: int,
+    microbatches: int,
+    times: Times,
+    short: int,
+    long: int,
 ) -> float:
     """The end of each stage's last backward grows with the microbatches at its own
     rate."""
-    ends = []
-    for m in (short, long):
-        events = _run(schedule, Shape(stages, m, 0, 1), times)
-        ends.append(
-            {
-                event.stage: event.start
-                for event in events
-                if event.action.kind == REDUCE
-            }
-        )
-    before, after = ends
+    before = _last_backwards(schedule, Shape(stages, short, 0, 1), times)
+    after = _last_backwards(schedule, Shape(stages, long, 0, 1), times)
     share = (microbatches - long) / (long - short)
-    last = (
-        after[s] + (after[s] - before[s]) * share + r
-        for s, r in enumerate(times.of("reduce", stages))
-    )
-    return max(last) + times.step
+    ends = []
+    for stage, reduce in enumerate(times.of("reduce", stages)):
+        growth = (after[stage] - before[stage]) * share
+        ends.append(after[stage] + growth + reduce)
+    return max(ends) + times.step
+
+
+def _last_backwards(schedule: Schedule, shape: Shape, times: Times) -> dict[int, float]:
+    """When each stage ends its last backward and starts its reduction."""
+    events = _updates(schedule, shape, times)
+    return {event.stage: event.start for event in events if event.action.kind == REDUCE}

@@ -7,6 +7,7 @@ before.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ from megatron_2bw.base.files import write_whole
 from megatron_2bw.engine.trace_file import names_of, spans_of
 from megatron_2bw.schedules import parse
 from megatron_2bw.tools.timelines import measured
+from megatron_2bw.tools.timelines.page import HERE, bundle
 from megatron_2bw.tools.timelines.simulator import Event
 from megatron_2bw.tools.timelines.waits import cut
 
@@ -35,15 +37,15 @@ def read(path: Path) -> list[dict[str, Any]]:
 def timed(events: Iterable[dict[str, Any]]) -> list[Event]:
     """The actions among a file's events, with their times in seconds since the
     epoch."""
-    found = []
+    actions = []
     for event in events:
         if event["ph"] == "X" and event["cat"] != "wait":
-            start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+            (action,) = parse(event["name"])
+            start = event["ts"] / 1e6
+            end = (event["ts"] + event["dur"]) / 1e6
             asked = start - event["args"]["waited_ms"] / 1e3
-            found.append(
-                Event(event["tid"], parse(event["name"])[0], start, end, asked, end)
-            )
-    return found
+            actions.append(Event(event["tid"], action, start, end, asked, end))
+    return actions
 
 
 def merge(directory: Path, batches: int = 3) -> list[Path]:
@@ -53,42 +55,35 @@ def merge(directory: Path, batches: int = 3) -> list[Path]:
 
     Raises OSError, and UserError if there is no stage's file.
     """
-    written = [directory / "trace.json"]
-    everything = [event for own in _files(directory) for event in own]
-    write_whole(
-        written[0], json.dumps({"traceEvents": everything, "displayTimeUnit": "ms"})
-    )
-    first = timed(event for event in everything if event["pid"] == 0)
-    found = measured.last_batches(first, batches) if first else None
-    if found is not None:
-        from megatron_2bw.tools.timelines.picture import draw_events
-
-        picture, page = directory / "timeline.png", directory / "timeline.html"
-        shown = [event for event in cut(found.events, found.begin) if event.start >= 0]
-        draw_events(shown, found.stages, found.microbatches, picture, found.title)
-        write_whole(page, measured.html(found))
-        written += [picture, page]
-    return written
-
-
-def _files(directory: Path) -> list[list[dict[str, Any]]]:
-    """The events of each stage of each pipeline."""
     files = sorted(directory.glob("stage-*-pipeline-*.json"))
     if not files:
         raise UserError(f"{directory}: there is no stage-*.json of --two-bw-trace")
-    return [read(file) for file in files]
+    everything = list(itertools.chain(*map(read, files)))
+    trace = directory / "trace.json"
+    content = {"traceEvents": everything, "displayTimeUnit": "ms"}
+    write_whole(trace, json.dumps(content))
+    first = timed(event for event in everything if event["pid"] == 0)
+    last = measured.last_batches(first, batches) if first else None
+    if last is None:
+        return [trace]
+    from megatron_2bw.tools.timelines.picture import draw_events
+
+    picture = directory / "timeline.png"
+    page = directory / "timeline.html"
+    shown = [event for event in cut(last.events, last.begin) if event.start >= 0]
+    draw_events(shown, last.stages, last.microbatches, picture, last.title)
+    content = {"trace": measured.timelines(last)}
+    write_whole(page, bundle(HERE / "trace.html", content))
+    return [trace, picture, page]
 
 
 def of_events(events: Iterable[Event], stages: int, title: str) -> dict[str, Any]:
     """A simulated timeline, with times in seconds, in the form of a merged trace: waits
     are events too."""
-    found = names_of(f"pipeline: {title}", range(stages))
-    found += [
-        span
-        for event in events
-        for span in spans_of(event, event.stage, chunk=event.action.chunk)
-    ]
-    return {"traceEvents": found, "displayTimeUnit": "ms"}
+    records = names_of(f"pipeline: {title}", range(stages))
+    for event in events:
+        records += spans_of(event, event.stage, chunk=event.action.chunk)
+    return {"traceEvents": records, "displayTimeUnit": "ms"}
 
 
 def main(

@@ -7,6 +7,7 @@ Invariant: nothing is simulated again. Each cause is read from the events that
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -14,7 +15,9 @@ from typing import Any, NamedTuple
 from megatron_2bw.schedules import REDUCE, STEP, B, F, Schedule
 from megatron_2bw.tools.timelines.simulator import (
     Event,
+    Message,
     Times,
+    actions_of,
     by_stage,
     makespan,
     prepared,
@@ -33,14 +36,15 @@ def drawn(
     """The timeline as the pages read it, by stage: actions as text, starts, ends,
     waits; and the critical path."""
     waits = Waits(schedule, events, stages, times, small)
+    actions = []
+    for own in actions_of(waits.lists):
+        actions.append(" ".join(map(str, own)))
     return {
-        "actions": [
-            " ".join(str(event.action) for event in own) for own in waits.lists
-        ],
+        "actions": actions,
         "starts": [[event.start for event in own] for own in waits.lists],
         "ends": [[event.end for event in own] for own in waits.lists],
-        "waits": [[list(wait) for wait in own] for own in waits.by_stage],
-        "critical": [list(place) for place in waits.critical_path()],
+        "waits": [list(map(list, own)) for own in waits.by_stage],
+        "critical": list(map(list, waits.critical_path())),
         "makespan": makespan(events),
         "late": schedule.late_step,
     }
@@ -48,18 +52,17 @@ def drawn(
 
 def cut(events: Iterable[Event], begin: float, until: float = math.inf) -> list[Event]:
     """The events that end after `begin` and start before `until`; `begin` becomes 0."""
-    return [
-        Event(
-            stage,
-            action,
-            start - begin,
-            end - begin,
-            max(asked - begin, 0.0),
-            sent - begin,
-        )
-        for stage, action, start, end, asked, sent in events
-        if end > begin and start < until
-    ]
+    kept = []
+    for event in events:
+        if event.end > begin and event.start < until:
+            moved = event._replace(
+                start=event.start - begin,
+                end=event.end - begin,
+                asked=max(event.asked - begin, 0.0),
+                sent=event.sent - begin,
+            )
+            kept.append(moved)
+    return kept
 
 
 class Wait(NamedTuple):
@@ -92,40 +95,33 @@ class Waits:
         times: Times,
         small: float,
     ):
-        self.schedule, self.lists = schedule, by_stage(events, stages)
+        self.schedule = schedule
+        self.lists = by_stage(events, stages)
         self._small = small * makespan(events)
-        self._made = prepared(
-            [[event.action for event in own] for own in self.lists], schedule.chunks
-        )
-        places = [
-            (stage, at)
-            for stage, own in enumerate(self.lists)
-            for at in range(len(own))
-        ]
-        self._giver = {
-            self._made[stage][at].gives: (stage, at)
-            for stage, at in places
-            if self._made[stage][at].gives
-        }
+        self._prepared = prepared(actions_of(self.lists), schedule.chunks)
+        self._sender: dict[Message, Place] = {}
+        # batch -> end, stage and index of each reduction
+        self._reduced = collections.defaultdict(list)
         reduce = times.of("reduce", stages)
-        # batch -> end, stage and place of each reduction
-        self._reduced: dict[int, list[tuple[float, int, int]]] = {}
-        for stage, at in places:
-            event = self.lists[stage][at]
-            if event.action.kind == REDUCE:
-                self._reduced.setdefault(event.action.batch, []).append(
-                    (event.start + reduce[stage], stage, at)
-                )
-        self.by_stage = [self._of_stage(stage) for stage in range(stages)]
+        for stage, own in enumerate(self.lists):
+            for at, event in enumerate(own):
+                message = self._prepared[stage][at].gives
+                if message:
+                    self._sender[message] = (stage, at)
+                if event.action.kind == REDUCE:
+                    end = event.start + reduce[stage]
+                    self._reduced[event.action.batch].append((end, stage, at))
+        self.by_stage = [self._waits(stage) for stage in range(stages)]
 
-    def _of_stage(self, stage: int) -> list[Wait]:
-        found = []
+    def _waits(self, stage: int) -> list[Wait]:
+        waits = []
         for at, event in enumerate(self.lists[stage]):
             late = self.schedule.late_step and event.action.kind == STEP
             idle = (event.end if late else event.start) - event.asked
-            if idle > self._small and (cause := self._cause(stage, at)):
-                found.append(Wait(at, idle, *cause, self._queued(cause)))
-        return found
+            cause = self._cause(stage, at)
+            if idle > self._small and cause:
+                waits.append(Wait(at, idle, *cause, self._queued(cause)))
+        return waits
 
     def _queued(self, place: Place) -> float:
         """How long the action's message waited for its link."""
@@ -136,12 +132,12 @@ class Waits:
     def _cause(self, stage: int, at: int) -> Place | None:
         action = self.lists[stage][at].action
         if action.kind in (F, B):
-            return self._giver.get(self._made[stage][at].needs)
+            return self._sender.get(self._prepared[stage][at].needs)
         if action.kind != STEP:
             return None
-        reduced = self._reduced.get(action.batch, [])
+        reduced = self._reduced[action.batch]
         if not self.schedule.global_step:
-            reduced = [one for one in reduced if one[1] == stage]
+            reduced = [entry for entry in reduced if entry[1] == stage]
         return max(reduced)[1:] if reduced else None
 
     def critical_path(self) -> list[Place]:
@@ -150,33 +146,38 @@ class Waits:
 
         A message that waits for its link follows the message before it on that link.
         """
-        _, stage = max(
-            (own[-1].end, stage) for stage, own in enumerate(self.lists) if own
-        )
-        place, path = (stage, len(self.lists[stage]) - 1), []
-        causes = {
-            (s, wait.place): (wait.stage, wait.at)
-            for s, own in enumerate(self.by_stage)
-            for wait in own
-        }
-        while True:
-            path.append(place)
+        causes = {}
+        for stage, waits in enumerate(self.by_stage):
+            for wait in waits:
+                causes[stage, wait.place] = (wait.stage, wait.at)
+        ends = [(own[-1].end, stage) for stage, own in enumerate(self.lists) if own]
+        _, stage = max(ends)
+        place = (stage, len(self.lists[stage]) - 1)
+        path = [place]
+        while place in causes or place[1]:
             if place in causes:
-                place = causes[place]
-                while self._queued(place) and (before := self._message_before(place)):
-                    place = before
-            elif place[1] == 0:
-                return path[::-1]
+                place = self._first_queued(causes[place])
             else:
                 place = (place[0], place[1] - 1)
+            path.append(place)
+        return path[::-1]
+
+    def _first_queued(self, place: Place) -> Place:
+        """The action, `place` or one before it, whose message did not wait for the link
+        that the message of `place` waited for."""
+        while self._queued(place):
+            before = self._message_before(place)
+            if before is None:
+                break
+            place = before
+        return place
 
     def _message_before(self, place: Place) -> Place | None:
         """The action whose message left just before on the same link; None if the
         timeline begins later."""
-        (stage, at), own = place, self._made[place[0]]
-        before = (
-            i
-            for i in reversed(range(at))
-            if own[i].gives and own[i].action.kind == own[at].action.kind
-        )
-        return next(((stage, i) for i in before), None)
+        stage, at = place
+        own = self._prepared[stage]
+        for before in reversed(range(at)):
+            if own[before].gives and own[before].action.kind == own[at].action.kind:
+                return stage, before
+        return None

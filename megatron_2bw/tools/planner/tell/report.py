@@ -20,7 +20,7 @@ from megatron_2bw.tools.planner.cost.memory import GIB
 from megatron_2bw.tools.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.tools.planner.descriptions.plan import Plan
 from megatron_2bw.tools.planner.tell.explain import three
-from megatron_2bw.tools.timelines.page import whole
+from megatron_2bw.tools.timelines.page import bundle
 from megatron_2bw.tools.timelines.simulator import Event, makespan, simulate
 from megatron_2bw.tools.timelines.waits import cut, drawn
 
@@ -48,7 +48,7 @@ def write_report(
     }
     with file_errors(f"--report {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / "index.html", whole(PAGE, {"report": content}))
+        write_whole(folder / "index.html", bundle(PAGE, {"report": content}))
     return folder / "index.html"
 
 
