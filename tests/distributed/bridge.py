@@ -10,8 +10,6 @@ The program imports nothing of this project, and writes into the folder
 - back.pt: Bridge's export of those.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -57,17 +55,17 @@ class _TransformerEngine(ModuleType):
 
     @classmethod
     def find_spec(cls, name: str, *_: Any) -> ModuleSpec | None:
-        return (
-            ModuleSpec(name, cls, is_package=True)
-            if name.split(".")[0] == "transformer_engine"
-            else None
-        )
+        if name.split(".")[0] == "transformer_engine":
+            return ModuleSpec(name, cls, is_package=True)
+        return None
 
     @classmethod
     def create_module(cls, spec: ModuleSpec) -> ModuleType:
         return cls(spec.name)
 
-    exec_module = staticmethod(lambda module: None)
+    @classmethod
+    def exec_module(cls, module: ModuleType) -> None:
+        pass
 
 
 def model_of(provider: Any) -> GPTModel:
@@ -79,18 +77,16 @@ def model_of(provider: Any) -> GPTModel:
         qk_layernorm=provider.qk_layernorm,
         normalization=provider.normalization,
     )
-    provider.use_cpu_initialization, provider.moe_token_dispatcher_type = (
-        True,
-        "allgather",
-    )
+    provider.use_cpu_initialization = True
+    provider.moe_token_dispatcher_type = "allgather"
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     provider.finalize()
     return provider.provide()
 
 
 def rename_norms(model: GPTModel) -> None:
-    """As in Transformer Engine's fused layers: Bridge's tables for most families have
-    no other names."""
+    """Give the norms the names of Transformer Engine's fused layers. Bridge's tables for
+    most families have no others."""
     for layer in model.decoder.layers:
         layer.self_attention.linear_qkv.layer_norm_weight = layer.input_layernorm.weight
         del layer.input_layernorm
@@ -104,27 +100,24 @@ def convert(folder: Path) -> None:
 
     bridge = AutoBridge.from_hf_pretrained(str(folder / "hf"))
     provider = bridge.to_megatron_provider(load_weights=False)
-    theirs, ours = model_of(provider), model_of(provider)
 
-    weights = dict(theirs.named_parameters())
-    rename_norms(theirs)
-    bridge.load_hf_weights([theirs])
-    names = [*SIZES, *["rope_scaling_factor"] * provider.rope_scaling]
-    torch.save(
-        (weights, {name: getattr(provider, name) for name in names}),
-        folder / "theirs.pt",
-    )
+    model = model_of(provider)
+    weights = dict(model.named_parameters())
+    rename_norms(model)
+    bridge.load_hf_weights([model])
+    sizes = {name: getattr(provider, name) for name in SIZES}
+    if provider.rope_scaling:
+        sizes["rope_scaling_factor"] = provider.rope_scaling_factor
+    torch.save((weights, sizes), folder / "theirs.pt")
 
-    read = dist_checkpointing.load(
-        {"model": ours.sharded_state_dict()}, str(folder / "unpadded" / "release")
-    )
-    ours.load_state_dict(read["model"])
-    torch.save(dict(ours.named_parameters()), folder / "ours.pt")
-    rename_norms(ours)
-    torch.save(
-        dict(bridge.export_hf_weights([ours], cpu=True, show_progress=False)),
-        folder / "back.pt",
-    )
+    model = model_of(provider)
+    state = {"model": model.sharded_state_dict()}
+    state = dist_checkpointing.load(state, str(folder / "unpadded" / "release"))
+    model.load_state_dict(state["model"])
+    torch.save(dict(model.named_parameters()), folder / "ours.pt")
+    rename_norms(model)
+    back = bridge.export_hf_weights([model], cpu=True, show_progress=False)
+    torch.save(dict(back), folder / "back.pt")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """2BW on conversations: the loss is that of the targets alone, and the bits are the
 reference's."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -14,38 +12,48 @@ from tests.unit.test_sft import stored
 
 pytestmark = pytest.mark.cpu
 
+
+def conversation(first: int, end: int) -> list[int]:
+    """Each third word, from the first on, is a prompt's, which is negative."""
+    words = list(range(first, end))
+    words[::3] = [~word for word in words[::3]]
+    return words
+
+
 # A batch holds each of the eight once; the longest fills --seq-length 16, the others
-# are padded. A prompt is negative.
-CHATS = [
-    [word if k % 3 else ~word for k, word in enumerate(range(9 * i, 11 * i + 3))]
-    for i in range(8)
-]
+# are padded.
+CHATS = [conversation(9 * i, 11 * i + 3) for i in range(8)]
 
 # Two of these fill a sample, and a batch holds each of the sixteen once.
-SHORT = [
-    [word if k % 3 else ~word for k, word in enumerate(range(5 * i, 5 * i + 8))]
-    for i in range(16)
-]
+SHORT = [conversation(5 * i, 5 * i + 8) for i in range(16)]
 
 
 def by_hand(run, model, conversations) -> None:
     """The mean loss of all targets, from each conversation alone without padding."""
     from megatron.core.utils import unwrap_model
 
-    total, targets = 0.0, 0
+    total = 0.0
+    targets = 0
     for words in conversations:
         tokens = torch.tensor([word if word >= 0 else -1 - word for word in words])
         inputs = tokens[None, :-1]
-        hidden = torch.triu(torch.ones(1, 1, inputs.numel(), inputs.numel()), 1).bool()
+        size = inputs.numel()
+        hidden = torch.ones(1, 1, size, size).triu(1).bool()
         with torch.no_grad():
-            logits = unwrap_model(model)(
-                inputs, torch.arange(inputs.numel())[None], hidden
-            )[0]
-        for place, word in enumerate(words[1:]):
+            logits = unwrap_model(model)(inputs, torch.arange(size)[None], hidden)
+        for scores, word in zip(logits[0], words[1:]):
             if word >= 0:
-                total -= torch.log_softmax(logits[place], -1)[word]
+                total -= scores.log_softmax(-1)[word]
                 targets += 1
     run.losses = [total / targets]
+
+
+def trained_on(data, stages: int, microbatches: int, *flags, schedule="2bw", **changes):
+    changes = dict(split="100,0,0") | changes
+    flags = [UNTIED, "--sft-data", "--data-path", str(data), *flags]
+    argv = command(stages, microbatches, schedule, *flags, **changes)
+    argv.remove("--mock-data")
+    return argv
 
 
 PER_TOKEN = "--calculate-per-token-loss"
@@ -60,45 +68,25 @@ PER_TOKEN = "--calculate-per-token-loss"
 def test_the_targets_alone_count(tmp_path, stages, flags):
     """Packed conversations do not see each other, on the stages between the ends
     either."""
-
-    def argv(stages: int, schedule: str = "2bw", **changes) -> list[str]:
-        changes = dict(split="100,0,0", clip_grad=0) | changes
-        words = command(stages, 4, schedule, UNTIED, "--sft-data", *flags, **changes)
-        return [word for word in words if word != "--mock-data"] + [
-            "--data-path",
-            str(prefix),
-        ]
-
     conversations = SHORT if "--sft-packed" in flags else CHATS
-    prefix = stored(tmp_path / "chats", conversations)
-    runs = run_pipeline(argv(stages), stages)
-    assert_same(runs, run_reference(runs, argv(1), 4), exact=True)
+    data = stored(tmp_path / "chats", conversations)
+    runs = run_pipeline(trained_on(data, stages, 4, *flags, clip_grad=0), stages)
+    argv = trained_on(data, 1, 4, *flags, clip_grad=0)
+    assert_same(runs, run_reference(runs, argv, 4), exact=True)
     # the weights stay those of the start
-    frozen = dict(lr=1e-30, min_lr=0, lr_warmup_iters=0, train_iters=1)
+    frozen = dict(lr=1e-30, min_lr=0, lr_warmup_iters=0, train_iters=1, clip_grad=0)
+    argv = trained_on(data, 1, 4, *flags, schedule="megatron", **frozen)
     compute = functools.partial(by_hand, conversations=conversations)
-    expected = run_pipeline(argv(1, "megatron", **frozen), 1, None, compute)[0].losses[
-        0
-    ]
-    torch.testing.assert_close(runs[-1].losses[0], expected, rtol=1e-6, atol=0)
-    assert runs[-1].losses[-1] < runs[-1].losses[0], "it learns"
+    (alone,) = run_pipeline(argv, 1, None, compute)
+    losses = runs[-1].losses
+    torch.testing.assert_close(losses[0], alone.losses[0], rtol=1e-6, atol=0)
+    assert losses[-1] < losses[0], "it learns"
 
 
 def test_a_batch_schedule_has_enough_samples(tmp_path):
     """Megatron asks the dataset for as many batches of the smallest size: 12 samples,
     where 40 are used."""
-    sizes = dict(
-        global_batch_size=None, step_batch_size_schedule="0:4 128:8", split="100,0,0"
-    )
-    argv = command(
-        1,
-        2,
-        "2bw",
-        UNTIED,
-        "--sft-data",
-        "--data-path",
-        stored(tmp_path / "chats", CHATS),
-        **sizes,
-    )
-    argv = [str(word) for word in argv if word != "--mock-data"]
+    sizes = dict(global_batch_size=None, step_batch_size_schedule="0:4 128:8")
+    argv = trained_on(stored(tmp_path / "chats", CHATS), 1, 2, **sizes)
     runs = run_pipeline(argv, 1)
     assert_same(runs, run_reference(runs, argv, (2, 2, 4, 4, 4, 4)), exact=True)

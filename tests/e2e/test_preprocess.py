@@ -2,7 +2,6 @@
 undisturbed process."""
 
 import gzip
-import json
 import os
 import signal
 import subprocess
@@ -13,38 +12,37 @@ import pytest
 
 from megatron_2bw.base.processes import stop_tree
 from tests.e2e.launcher import end, program
-from tests.unit.test_preprocess import files_of, main, prose, written
+from tests.unit.test_preprocess import files_of, json_lines, main, prose, written
 
 TEXTS = prose(300)
-SMALL = (
-    "import sys; from megatron_2bw.tools.data import preprocess, preprocess_cli; "
-    "preprocess.PART_BYTES = 100_000"
-)
+CODE = """
+import sys
+from megatron_2bw.tools.data import preprocess, preprocess_command
+preprocess.PART_BYTES = 100_000
+sys.exit(preprocess_command.main())
+"""
 
 
-def start(*flags) -> subprocess.Popen:
-    code = f"{SMALL}; sys.exit(preprocess_cli.main())"
-    return program("-c", code, *flags, env=os.environ | {"OMP_NUM_THREADS": "1"})
+def start(words: str) -> subprocess.Popen:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return program("-c", CODE, *words.split(), env=environment)
 
 
-def kill_in_the_middle(
-    process: subprocess.Popen, folder, parts: int, number: int
-) -> None:
+def kill_in_the_middle(words: str, folder, parts: int, number: int) -> None:
     """Send a signal to the command alone when so many parts are done; its workers must
     follow it."""
+    process = start(f"{words} --workers 2")
     try:
         give_up = time.monotonic() + 120
         while len(list(folder.glob("tokens-*.arrow"))) < parts:
-            assert process.poll() is None and time.monotonic() < give_up, (
-                "it ended before it was killed"
-            )
+            running = process.poll() is None and time.monotonic() < give_up
+            assert running, "it ended before it was killed"
             time.sleep(0.005)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
+        status = -number if number == signal.SIGKILL else 128 + number
         stopped = end(process, 60)
-        assert stopped.returncode == (
-            -number if number == signal.SIGKILL else 128 + number
-        ), stopped.stderr
+        assert stopped.returncode == status, stopped.stderr
         assert not psutil.wait_procs(children, timeout=20)[1]
     finally:
         stop_tree(process)
@@ -55,22 +53,23 @@ def kill_in_the_middle(
 def test_killed_and_continued(tmp_path):
     """BERT from plain and compressed JSON lines, with a tokenizer trained on the
     spot."""
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
-    (tmp_path / "a.jsonl").write_bytes(lines * 12)
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines * 4))
-    flags = ["--task", "bert", "--input", tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"]
-    flags += ["--train-tokenizer", "wordpiece", "--vocab-size", 80, "--output-prefix"]
-    prefix, folder = tmp_path / "out", tmp_path / "out.unfinished"
-    kill_in_the_middle(start(*flags, prefix, "--workers", 2), folder, 2, signal.SIGTERM)
-    kill_in_the_middle(start(*flags, prefix, "--workers", 2), folder, 5, signal.SIGKILL)
+    plain = json_lines(tmp_path / "a.jsonl", TEXTS * 12)
+    packed = tmp_path / "b.jsonl.gz"
+    lines = json_lines(tmp_path / "b.jsonl", TEXTS * 4).read_bytes()
+    packed.write_bytes(gzip.compress(lines))
+    prefix = tmp_path / "out"
+    folder = tmp_path / "out.unfinished"
+    words = f"--task bert --input {plain} {packed} --train-tokenizer wordpiece"
+    words += " --vocab-size 80 --output-prefix"
+    kill_in_the_middle(f"{words} {prefix}", folder, 2, signal.SIGTERM)
+    kill_in_the_middle(f"{words} {prefix}", folder, 5, signal.SIGKILL)
     assert not (tmp_path / "out.bin").exists() and not (tmp_path / "out.idx").exists()
-    last = end(start(*flags, prefix, "--workers", 3), 150)
+    last = end(start(f"{words} {prefix} --workers 3"), 150)
     assert last.returncode == 0 and "continuing the work" in last.stderr, last.stderr
-    made = tmp_path / "out-tokenizer"
-    model = f"--data-path {prefix} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {made}"
-    assert last.stdout == model + "\n" and not folder.exists()
-    assert main(*flags, tmp_path / "whole") == 0
-    more = "-tokenizer/tokenizer.json"
-    assert files_of(prefix, more) == files_of(tmp_path / "whole", more) and len(
-        written(prefix)[0]
-    ) == 16 * len(TEXTS)
+    flags = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model"
+    assert last.stdout == f"--data-path {prefix} {flags} {prefix}-tokenizer\n"
+    assert not folder.exists()
+    assert main(f"{words} {tmp_path}/whole") == 0
+    tokenizer = "-tokenizer/tokenizer.json"
+    assert files_of(prefix, tokenizer) == files_of(tmp_path / "whole", tokenizer)
+    assert len(written(prefix)[0]) == 16 * len(TEXTS)

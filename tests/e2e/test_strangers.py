@@ -43,7 +43,7 @@ class Code:
 def write(rank: int, source: Path, target: Path) -> None:
     """Two checkpoints: the arguments of `pickle` are code, those of `tokenizer` trust
     the code of their tokenizer."""
-    from megatron_2bw.tools.convert import megatron
+    from megatron_2bw.tools.convert import parameters
 
     evil = dict(
         tokenizer_type="HuggingFaceTokenizer",
@@ -52,8 +52,8 @@ def write(rank: int, source: Path, target: Path) -> None:
     )
     arguments = {"pickle": lambda args: Code(target / "harmed")}
     arguments["tokenizer"] = lambda args: argparse.Namespace(**vars(args) | evil)
-    original = megatron.write
-    megatron.write = lambda path, args, *rest: original(
+    original = parameters.write
+    parameters.write = lambda path, args, *rest: original(
         path, arguments[path.name](args), *rest
     )
     for name in arguments:

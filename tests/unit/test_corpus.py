@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 from megatron_2bw.tools.data import corpus as corpus_module
 from megatron_2bw.tools.data.corpus import EOD, build_corpus
 
-VOCAB, BYTES = 512, 200_000
+VOCAB = 512
+BYTES = 200_000
 SAMPLE = "def f(x):\n\treturn  'é 日本 🙂' , x ! n't\r\n  # \x00 \ufeff end"
 
 
@@ -25,42 +26,27 @@ def tokenizer(corpus):
     return Tokenizer.from_file(str(corpus.tokenizer / "tokenizer.json"))
 
 
-def indexed(corpus):
+def test_files_hold_each_document_and_its_end(corpus, tokenizer):
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    return IndexedDataset(str(corpus.prefix))
-
-
-def test_files_hold_each_document_and_its_end(corpus, tokenizer):
-    texts, data = corpus_module.read_library(BYTES), indexed(corpus)
-    eod = tokenizer.token_to_id(EOD)
+    texts = corpus_module.read_library(BYTES)
+    data = IndexedDataset(str(corpus.prefix))
     assert sum(len(text.encode()) for text in texts) <= BYTES
-    assert (
-        len(texts) == len(data) == len(data.document_indices) - 1
-        and tokenizer.get_vocab_size() == VOCAB
-    )
-    assert data.index.dtype == np.uint16
-    for text in (SAMPLE, *texts):
-        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert len(data.document_indices) - 1 == len(texts)
+    assert tokenizer.get_vocab_size() == VOCAB and data.index.dtype == np.uint16
     for text, document in zip(texts, data, strict=True):
-        assert document.tolist() == [*tokenizer.encode(text).ids, eod]
-        assert document.max() < VOCAB
+        ids = tokenizer.encode(text).ids
+        assert tokenizer.decode(ids) == text
+        assert document.tolist() == [*ids, tokenizer.token_to_id(EOD)]
 
 
 def test_library_is_read_without_tests_and_undecodable_files(tmp_path, monkeypatch):
-    names = [
-        "a.py",
-        "deep/er/b.py",
-        "test/c.py",
-        "site-packages/d.py",
-        "x/tests/e.py",
-        "f.txt",
-    ]
-    for name in names:
+    names = "a.py deep/er/b.py test/c.py site-packages/d.py x/tests/e.py f.txt empty.py"
+    for name in names.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "latin.py").write_bytes(b"# \xe9")
-    (tmp_path / "empty.py").touch()
+    (tmp_path / "empty.py").write_text("")
     monkeypatch.setattr(corpus_module.sysconfig, "get_path", lambda _: str(tmp_path))
     assert sorted(corpus_module.read_library(100)) == ["a.py", "deep/er/b.py"]
     assert corpus_module.read_library(5) == ["a.py"]
@@ -69,10 +55,11 @@ def test_library_is_read_without_tests_and_undecodable_files(tmp_path, monkeypat
 def test_second_call_reuses_the_first_and_the_key_tells_requests_apart(
     corpus, monkeypatch
 ):
-    before = corpus.prefix.with_suffix(".bin").stat().st_mtime_ns
+    file = corpus.prefix.with_suffix(".bin")
+    before = file.stat().st_mtime_ns
     monkeypatch.setenv("MEGATRON_2BW_CACHE", str(corpus.prefix.parent.parent))
     assert build_corpus(None, VOCAB, BYTES) == corpus
-    assert corpus.prefix.with_suffix(".bin").stat().st_mtime_ns == before
+    assert file.stat().st_mtime_ns == before
     assert build_corpus(None, VOCAB, BYTES - 1).prefix != corpus.prefix
 
 
@@ -80,35 +67,35 @@ def test_build_that_breaks_off_leaves_nothing(tmp_path, corpus, monkeypatch):
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     def break_off(*_args):
-        assert len(list(tmp_path.rglob("corpus.bin"))) == 1  # it was half-written
+        assert list(tmp_path.rglob("corpus.bin"))  # it was half-written
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(IndexedDatasetBuilder, "finalize", break_off)
         build_corpus(tmp_path, VOCAB, BYTES)
-    assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
+    (lock,) = tmp_path.iterdir()
+    assert lock.suffix == ".lock"
     again = build_corpus(tmp_path, VOCAB, BYTES)
     for suffix in (".bin", ".idx"):
-        ours, theirs = (each.prefix.with_suffix(suffix) for each in (again, corpus))
-        assert ours.read_bytes() == theirs.read_bytes()
+        made = again.prefix.with_suffix(suffix).read_bytes()
+        assert made == corpus.prefix.with_suffix(suffix).read_bytes()
 
 
 def test_megatron_loads_the_tokenizer_without_a_network(corpus, tokenizer, monkeypatch):
-    """As a training run gets it: Megatron's parser, then Megatron's builder."""
+    """A training run has it from Megatron's parser, then Megatron's builder."""
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
     from megatron.training.arguments import parse_args
 
+    def refuse(*_args, **_options):
+        pytest.fail("it asks a network")
+
     monkeypatch.setattr(sys, "argv", ["pretrain", *corpus.flags()])
-    for owner, name in ((socket.socket, "connect"), (socket, "getaddrinfo")):
-        monkeypatch.setattr(
-            owner, name, lambda *given, **options: pytest.fail("it asks a network")
-        )
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
     args = parse_args()
     loaded = build_tokenizer(args)
-    assert (
-        args.data_path == [str(corpus.prefix)]
-        and loaded.vocab_size == args.padded_vocab_size == VOCAB
-    )
+    assert args.data_path == [str(corpus.prefix)]
+    assert loaded.vocab_size == args.padded_vocab_size == VOCAB
     assert loaded.eod == tokenizer.token_to_id(EOD)
-    assert loaded.tokenize(SAMPLE) == tokenizer.encode(SAMPLE).ids
-    assert loaded.detokenize(loaded.tokenize(SAMPLE)) == SAMPLE
+    ids = loaded.tokenize(SAMPLE)
+    assert ids == tokenizer.encode(SAMPLE).ids and loaded.detokenize(ids) == SAMPLE

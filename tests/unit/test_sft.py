@@ -1,10 +1,8 @@
 """--task sft and --sft-data: which tokens are targets, what a sample holds, what is
 refused."""
 
-from __future__ import annotations
-
+import itertools
 import json
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,42 +18,33 @@ from tests.distributed.training import command
 from tests.unit.command_lines import complaint, dataset
 from tests.unit.test_preprocess import call, files_of
 
-HEADER = "<|im_start|>{{ m.role }}\n"
-CHATML = (
-    "{% for m in messages %}" + HEADER + "{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CHATML = """\
+{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 MARKED = (
-    "{% for m in messages %}" + HEADER + "{% if m.role == 'assistant' %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
     "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
     "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}"
 )
-FORGETS = (  # as Qwen3: what it thought is shown in the last answer only
-    "{% for m in messages %}"
-    + HEADER
-    + "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
-    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt "
-    "%}<|im_start|>assistant\n{% endif %}"
-)
-CALLS = (
-    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}"
-    + HEADER
-    + "{{ m.content }}"
-    "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+THOUGHT = "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
+# as Qwen3: what it thought is shown in the last answer only
+FORGETS = CHATML.replace("{{ m.content", THOUGHT + "{{ m.content")
+CALL = "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}"
+CALLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+CALLS += CHATML.replace("<|im_end|>", CALL + "<|im_end|>")
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
-CHAT = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2 é"}]
-LONGER = [
-    {"role": "system", "content": "Sum."},
-    *CHAT,
-    {"role": "user", "content": "So"},
-]
-LONGEST = [
-    *LONGER,
-    {"role": "assistant", "content": "  OK"},
-    {"role": "user", "content": "."},
-]
+
+
+def message(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
+
+
+CHAT = [message("user", "1+1?"), message("assistant", "2 é")]
+SHAREGPT = [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2 é"}]
+LONGER = [message("system", "Sum."), *CHAT, message("user", "So")]
+LONGEST = [*LONGER, message("assistant", "  OK"), message("user", ".")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,70 +59,66 @@ def tokenizer(folder: Path, template: str | None) -> Path:
     a text by itself."""
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {
-        word: i
-        for i, word in enumerate(
-            [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-        )
-    }
-    core = Tokenizer(models.BPE(vocabulary, []))
-    core.pre_tokenizer, core.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    words = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
     begin = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     core.post_processor = processors.Sequence(
         [processors.ByteLevel(trim_offsets=True), begin]
     )
-    special = {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "additional_special_tokens": SPECIAL[2:],
-    }
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=core, clean_up_tokenization_spaces=False, **special
+        tokenizer_object=core,
+        clean_up_tokenization_spaces=False,
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=SPECIAL[2:],
     )
     fast.chat_template = template
     fast.save_pretrained(folder)
     return folder
 
 
-def prepare(folder: Path, capsys, template, *lines, flags=()) -> tuple[int, str, str]:
-    folder.mkdir(exist_ok=True)
-    data = folder / "chats.jsonl"
-    data.write_text(
-        "".join(
-            (line if isinstance(line, str) else json.dumps(line)) + "\n"
-            for line in lines
-        )
-    )
-    words = ["--task", "sft", "--input", data, "--output-prefix", folder / "out"]
-    return call(
-        capsys,
-        *words,
-        "--tokenizer-model",
-        tokenizer(folder / "tokenizer", template),
-        *flags,
-    )
+@pytest.fixture
+def prepare(tmp_path, capsys):
+    """Run the command on lines: its status, stdout, and stderr."""
+
+    def run(template, *lines, flags: str = "") -> tuple[int, str, str]:
+        data = tmp_path / "chats.jsonl"
+        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        data.write_text("\n".join(texts))
+        folder = tokenizer(tmp_path / "tokenizer", template)
+        words = f"--task sft --input {data} --output-prefix {tmp_path}/out"
+        return call(capsys, f"{words} --tokenizer-model {folder} {flags}")
+
+    return run
 
 
-def shown(folder: Path) -> list[str]:
-    """Each conversation as text, with ⟦ ⟧ around its targets."""
+@pytest.fixture
+def shown(prepare, tmp_path):
+    """Each conversation of good lines as text, with ⟦ ⟧ around its targets."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from transformers import AutoTokenizer
 
-    text, found = AutoTokenizer.from_pretrained(str(folder / "tokenizer")), []
-    for words in IndexedDataset(str(folder / "out")):
-        edges = [0, *(numpy.flatnonzero(numpy.diff(words >= 0)) + 1), len(words)]
-        parts = [words[start:end] for start, end in zip(edges, edges[1:])]
-        decoded = [
-            (text.decode(numpy.where(part < 0, ~part, part)), part[0] >= 0)
-            for part in parts
-        ]
-        found.append(
-            "".join(f"⟦{words}⟧" if target else words for words, target in decoded)
-        )
-    return found
+    def show(template, *lines, flags: str = "") -> list[str]:
+        status, _, err = prepare(template, *lines, flags=flags)
+        assert status == 0, err
+        assert "--skip-bad-documents" not in flags or "1 bad documents left out" in err
+        fast = AutoTokenizer.from_pretrained(str(tmp_path / "tokenizer"))
+        conversations = []
+        for words in IndexedDataset(str(tmp_path / "out")):
+            edges = numpy.flatnonzero(numpy.diff(words >= 0)) + 1
+            text = ""
+            for part in numpy.split(words, edges):
+                target = part[0] >= 0
+                decoded = fast.decode(part if target else ~part)
+                text += f"⟦{decoded}⟧" if target else decoded
+            conversations.append(text)
+        for result in ("out.bin", "out.idx"):
+            (tmp_path / result).rename(tmp_path / f"last-{result}")
+        return conversations
+
+    return show
 
 
 TURN = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
@@ -142,250 +127,149 @@ NEXT = "<|im_start|>user\nSo<|im_end|>\n<|im_start|>assistant\n"
 LAST = "<|im_start|>user\n.<|im_end|>\n"
 
 
-def test_the_assistants_text_is_the_target(tmp_path, capsys):
-    sharegpt = [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2 é"}]
+def test_the_assistants_text_is_the_target(shown, tmp_path):
+    first = f"{TURN}⟦2 é<|im_end|>\n⟧"
+    whole = f"{FIRST}{first}{NEXT}⟦  OK<|im_end|>\n⟧{LAST}"
     lines = [
         {"messages": CHAT, "id": 3},
         {"messages": LONGEST},
-        {"conversations": sharegpt},
+        {"conversations": SHAREGPT},
     ]
-    status, out, err = prepare(tmp_path, capsys, CHATML, *lines)
-    assert status == 0, err
-    first = f"{TURN}⟦2 é<|im_end|>\n⟧"
-    assert shown(tmp_path) == [
-        first,
-        f"{FIRST}{first}{NEXT}⟦  OK<|im_end|>\n⟧{LAST}",
-        first,
-    ]
-    assert out.endswith(f" --tokenizer-model {tmp_path}/tokenizer --sft-data\n")
-    assert indexed_dataset.has_prompts(str(tmp_path / "out"))
+    assert shown(CHATML, *lines) == [first, whole, first]
+    assert indexed_dataset.has_prompts(str(tmp_path / "last-out"))
 
 
-def test_the_templates_own_marks_come_first(tmp_path, capsys):
-    status, _, err = prepare(tmp_path, capsys, MARKED, {"messages": LONGEST})
-    assert status == 0, err
-    assert shown(tmp_path) == [
-        f"{FIRST}{TURN}⟦2 é<|im_end|>⟧\n{NEXT}⟦  OK<|im_end|>⟧\n{LAST}"
-    ]
+def test_the_templates_own_marks_come_first(shown):
+    answers = f"{TURN}⟦2 é<|im_end|>⟧\n{NEXT}⟦  OK<|im_end|>⟧\n"
+    assert shown(MARKED, {"messages": LONGEST}) == [f"{FIRST}{answers}{LAST}"]
 
 
 @pytest.mark.parametrize(
-    "mask",
-    [{"weight": 0}, {"loss_mask": 0}, {"loss": False}, {"train": False}],
-    ids=str,
+    ("key", "value"),
+    [("weight", 0), ("loss_mask", 0), ("loss", False), ("train", False)],
 )
-def test_a_masked_message_is_no_target(tmp_path, capsys, mask):
+@pytest.mark.parametrize(
+    ("template", "end"), [(CHATML, "<|im_end|>\n⟧"), (MARKED, "<|im_end|>⟧\n")]
+)
+def test_a_masked_message_is_no_target(shown, key, value, template, end):
     """Whatever the template marks; another message's 1 is the default, and an unknown
     key changes nothing."""
-    chat = [
-        *LONGER[:2],
-        {**LONGER[2], **mask, "id": 7},
-        LONGER[3],
-        {**LONGEST[4], **dict.fromkeys(mask, 1)},
-        LONGEST[5],
-    ]
-    for template, end in ((CHATML, "<|im_end|>\n⟧"), (MARKED, "<|im_end|>⟧\n")):
-        status, _, err = prepare(
-            tmp_path / end[-1], capsys, template, {"messages": chat}
-        )
-        assert status == 0, err
-        assert shown(tmp_path / end[-1]) == [
-            f"{FIRST}{TURN}2 é<|im_end|>\n{NEXT}⟦  OK{end}{LAST}"
-        ]
+    chat = [dict(entry) for entry in LONGEST]
+    chat[2] |= {key: value, "id": 7}
+    chat[4][key] = 1
+    expected = f"{FIRST}{TURN}2 é<|im_end|>\n{NEXT}⟦  OK{end}{LAST}"
+    assert shown(template, {"messages": chat}) == [expected]
 
 
-def test_system_prompts_and_content_in_parts(tmp_path, capsys):
-    parts = [
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": text} for text in ("1+", "1?")],
-        },
-        CHAT[1],
-    ]
-    sharegpt = [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2 é"}]
-    system = {"system": "Sum."}
-    lines = [
-        {"messages": parts, **system},
-        {"conversations": sharegpt, **system},
-        {"messages": LONGER[:3], **system},
-    ]
-    status, _, err = prepare(tmp_path, capsys, CHATML, *lines)
-    assert status == 0 and shown(tmp_path) == [f"{FIRST}{TURN}⟦2 é<|im_end|>\n⟧"] * 3, (
-        err
-    )
+SYSTEM = """
+{"system": "Sum.", "messages": [{"role": "user", "content": [{"type": "text", "text": "1+"}, {"text": "1?"}]}, \
+{"role": "assistant", "content": "2 é"}]}
+{"system": "Sum.", "conversations": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2 é"}]}
+{"system": "Sum.", "messages": [{"role": "system", "content": "Sum."}, {"role": "user", "content": "1+1?"}, \
+{"role": "assistant", "content": "2 é"}]}
+"""
 
 
-def test_calls_of_functions(tmp_path, capsys):
-    """The forms of OpenAI, now and before, and of LLaMA-Factory; the arguments are JSON
-    in JSON."""
-    call, tool = (
-        {"name": "add", "arguments": '{"a": 1}'},
-        {"name": "add", "parameters": {}},
-    )
-    wrapped, parsed = (
-        {"type": "function", "function": tool},
-        {**call, "arguments": {"a": 1}},
-    )
-    said = {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"id": "c", "type": "function", "function": call}],
-    }
-    now = [
-        CHAT[0],
-        said,
-        {"role": "tool", "tool_call_id": "c", "content": "2"},
-        CHAT[1],
-    ]
-    before = [
-        CHAT[0],
-        {"role": "assistant", "function_call": call},
-        {"role": "function", "content": "2"},
-        CHAT[1],
-    ]
-    values = {
-        "human": "1+1?",
-        "function_call": json.dumps(parsed),
-        "observation": "2",
-        "gpt": "2 é",
-    }
-    sharegpt = [{"from": role, "value": value} for role, value in values.items()]
-    lines = [
-        {"messages": now, "tools": [wrapped]},
-        {"messages": before, "functions": [tool]},
-    ]
-    lines += [{"conversations": sharegpt, "tools": json.dumps([tool])}]
-    status, _, err = prepare(tmp_path, capsys, CALLS, *lines)
+def test_system_prompts_and_content_in_parts(shown):
+    expected = f"{FIRST}{TURN}⟦2 é<|im_end|>\n⟧"
+    assert shown(CHATML, *SYSTEM.split("\n")) == [expected] * 3
+
+
+# The arguments of a call are JSON in JSON.
+CALLED = r"""
+{"tools": [{"type": "function", "function": {"name": "add", "parameters": {}}}], "messages": [\
+{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": null, "tool_calls": [\
+{"id": "c", "type": "function", "function": {"name": "add", "arguments": "{\"a\": 1}"}}]}, \
+{"role": "tool", "tool_call_id": "c", "content": "2"}, {"role": "assistant", "content": "2 é"}]}
+{"functions": [{"name": "add", "parameters": {}}], "messages": [\
+{"role": "user", "content": "1+1?"}, \
+{"role": "assistant", "function_call": {"name": "add", "arguments": "{\"a\": 1}"}}, \
+{"role": "function", "content": "2"}, {"role": "assistant", "content": "2 é"}]}
+{"tools": "[{\"name\": \"add\", \"parameters\": {}}]", "conversations": [\
+{"from": "human", "value": "1+1?"}, \
+{"from": "function_call", "value": "{\"name\": \"add\", \"arguments\": {\"a\": 1}}"}, \
+{"from": "observation", "value": "2"}, {"from": "gpt", "value": "2 é"}]}
+""".replace("\\\n", "")
+
+
+def test_calls_of_functions(shown):
+    """The forms of OpenAI, now and before, and of LLaMA-Factory."""
+    tool = '{"type": "function", "function": {"name": "add", "parameters": {}}}'
+    call = '⟦{"name": "add", "arguments": {"a": 1}}<|im_end|>\n⟧'
     answer = "<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n⟦2 é<|im_end|>\n⟧"
-    expected = f"{json.dumps(wrapped)}{TURN}⟦{json.dumps(parsed)}<|im_end|>\n⟧{answer}"
-    assert status == 0 and shown(tmp_path) == [expected] * 3, err
+    expected = tool + TURN + call + answer
+    assert shown(CALLS, *CALLED.split("\n")) == [expected] * 3
 
 
-def test_plain_forms(tmp_path, capsys):
-    alpaca = {"instruction": "Add.", "input": "1 1", "output": "2"}
-    more = {**alpaca, "input": "", "system": "Sum.", "history": [["Say 1.", "1"]]}
-    lines = [
-        {"prompt": "1+1=", "completion": " 2"},
-        alpaca,
-        {**alpaca, "input": ""},
-        more,
-    ]
-    status, _, err = prepare(tmp_path, capsys, None, *lines)
-    assert status == 0, err
-    task = "Below is an instruction that describes a task"
+PLAIN = """
+{"prompt": "1+1=", "completion": " 2"}
+{"instruction": "Add.", "input": "1 1", "output": "2"}
+{"instruction": "Add.", "input": "", "output": "2"}
+{"instruction": "Add.", "output": "2", "system": "Sum.", "history": [["Say 1.", "1"]]}
+"""
+
+
+def test_plain_forms(shown):
+    task = "<s>Below is an instruction that describes a task"
     paired = ", paired with an input that provides further context"
     words = (
         ". Write a response that appropriately completes the request.\n\n### "
         "Instruction:\nAdd.\n\n"
     )
-    assert shown(tmp_path) == [
+    assert shown(None, *PLAIN.split("\n")) == [
         "<s>1+1=⟦ 2</s>⟧",
-        f"<s>{task}{paired}{words}### Input:\n1 1\n\n### Response:\n⟦2</s>⟧",
-        f"<s>{task}{words}### Response:\n⟦2</s>⟧",
+        f"{task}{paired}{words}### Input:\n1 1\n\n### Response:\n⟦2</s>⟧",
+        f"{task}{words}### Response:\n⟦2</s>⟧",
         "<s>Sum.\n\n### Instruction:\nSay 1.\n\n### Response:\n⟦1</s>⟧"
         "\n\n### Instruction:\nAdd.\n\n### Response:\n⟦2</s>⟧",
     ]
 
 
-def test_a_template_that_rewrites_earlier_turns(tmp_path, capsys):
+def test_a_template_that_rewrites_earlier_turns(prepare, shown):
     """One turn has a prefix; for several the line says what to do."""
-    status, _, err = prepare(
-        tmp_path, capsys, FORGETS, {"messages": CHAT}, {"messages": LONGEST}
-    )
-    assert (
-        status == 2
-        and ": the chat template renders messages 1 to 3 in another way" in err
-    )
-    assert "{% generation %}" in err and len(err.splitlines()) == err.count("\n")
-    status, _, err = prepare(tmp_path, capsys, FORGETS, {"messages": CHAT})
-    assert status == 0 and shown(tmp_path) == [
-        f"{TURN}⟦<think></think>2 é<|im_end|>\n⟧"
-    ], err
+    status, _, err = prepare(FORGETS, {"messages": CHAT}, {"messages": LONGEST})
+    assert status == 2 and "messages 1 to 3" in err and "{% generation %}" in err
+    answer = f"{TURN}⟦<think></think>2 é<|im_end|>\n⟧"
+    assert shown(FORGETS, {"messages": CHAT}) == [answer]
 
 
-WRONG = [
-    ("{", "it is no JSON, Expecting"),
-    ("[1]", "it is list, not an object"),
-    (
-        {"text": "a"},
-        "it has the keys text: give messages, conversations, prompt and completion, or",
-    ),
-    (
-        {"prompt": "a </s>", "completion": "b"},
-        "a text spells out the special token </s>",
-    ),
-    ({"messages": CHAT[:1]}, "no text of the assistant"),
-    ({"messages": [{**CHAT[1], "weight": 0}]}, "no text of the assistant"),
-    ({"messages": [{**CHAT[1], "weight": 0.5}]}, "messages[0].weight is 0.5: give 0 "),
-    (
-        {"messages": ["a"]},
-        "messages[0] is str: give role and content, or from and value",
-    ),
-    (
-        {"messages": [{"content": "a"}]},
-        "messages[0] has the keys content: give role and content, or from",
-    ),
-    ({"messages": [{"role": "assistant"}]}, "messages[0] has NoneType as its content"),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]},
-        "messages[0]: a call of a function must",
-    ),
-    (
-        {
-            "messages": [
-                *CHAT,
-                {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]},
-            ]
-        },
-        "the call of f",
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image"}]}, CHAT[1]]},
-        "messages[0].content has a part of the ",
-    ),
-    (
-        {"messages": CHAT, "tools": [{"name": "f"}]},
-        "the chat template does not show tools",
-    ),
-    (
-        {"messages": LONGER[:3], "system": "S"},
-        "system and messages[0] are different system prompts",
-    ),
-    (
-        {"conversations": [{"from": "bot", "value": "a"}]},
-        "conversations[0].from is bot: give human, gpt, ",
-    ),
-    (
-        {"prompt": "a", "completion": "b", "system": "S"},
-        "system has no effect on this form",
-    ),
-    (
-        {"instruction": "a", "output": "b", "history": ["q"]},
-        "history must be a list of pairs",
-    ),
-    ({"instruction": "a", "output": 2}, "output is int, not a string"),
-    (
-        {"messages": [{"role": "user", "content": "\ud800"}, CHAT[1]]},
-        "surrogates not allowed",
-    ),
-    ({"prompt": "\ud800", "completion": "b"}, "surrogates not allowed"),
-]
+# A bad line, and after # the reason. ANSWER: a message of the assistant.
+ANSWER = '{"role": "assistant", "content": "b"}'
+WRONG = r"""
+{ # it is no JSON, Expecting
+[1] # it is list, not an object
+{"text": "a"} # it has the keys text: give messages, conversations, prompt and completion, or
+{"prompt": "a </s>", "completion": "b"} # a text spells out the special token </s>
+{"prompt": "\ud800", "completion": "b"} # surrogates not allowed
+{"prompt": "a", "completion": "b", "system": "S"} # system has no effect on this form
+{"instruction": "a", "output": 2} # not two strings
+{"instruction": "a", "output": "b", "history": ["q"]} # not two strings
+{"conversations": [{"from": "bot", "value": "a"}]} # conversations[0].from is bot: give human, gpt,
+{"messages": ["a"]} # messages[0] has no role: give role and content, or from and value
+{"messages": [{"content": "a"}]} # messages[0] has no role: give role and content, or from and value
+{"messages": [{"role": "user", "content": "a"}]} # no text of the assistant
+{"messages": [{"role": "assistant", "content": "b", "weight": 0}]} # no text of the assistant
+{"messages": [{"role": "assistant", "content": "b", "weight": 0.5}]} # messages[0].weight is 0.5: give 0
+{"messages": [{"role": "assistant"}]} # messages[0] has NoneType as its content
+{"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]} # messages[0]: a call of a function must
+{"messages": [ANSWER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}]} # the call of f
+{"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]} # messages[0].content has a part
+{"messages": [{"role": "user", "content": "\ud800"}, ANSWER]} # surrogates not allowed
+{"messages": [ANSWER], "tools": [{"name": "f"}]} # the chat template does not show tools
+{"messages": [{"role": "system", "content": "a"}, ANSWER], "system": "S"} # different system prompts
+"""
+WRONG = [line.split(" # ") for line in WRONG.strip().split("\n")]
 
 
 @pytest.mark.parametrize(("line", "reason"), WRONG)
-def test_a_bad_line_is_named_or_left_out(tmp_path, capsys, line, reason):
+def test_a_bad_line_is_named_or_left_out(prepare, shown, line, reason):
     good = {"prompt": "1+1=", "completion": "2"}
-    status, out, err = prepare(tmp_path, capsys, CHATML, good, "", line, good)
+    line = line.replace("ANSWER", ANSWER)
+    status, out, err = prepare(CHATML, good, "", line, good)
     last = err.splitlines()[-1]
     assert status == 2 and not out and "chats.jsonl, row 3, " in last and reason in last
-    status, _, err = prepare(
-        tmp_path, capsys, CHATML, good, line, good, flags=["--skip-bad-documents"]
-    )
-    assert (
-        status == 0
-        and "1 bad documents left out" in err
-        and shown(tmp_path) == ["<s>1+1=⟦2</s>⟧"] * 2
-    )
+    shown_lines = shown(CHATML, good, line, good, flags="--skip-bad-documents")
+    assert shown_lines == ["<s>1+1=⟦2</s>⟧"] * 2
 
 
 @pytest.mark.parametrize(
@@ -395,29 +279,24 @@ def test_a_bad_line_is_named_or_left_out(tmp_path, capsys, line, reason):
         (None, "it has no chat template: "),
     ],
 )
-def test_a_template_that_refuses_or_is_missing(tmp_path, capsys, template, line):
-    status, _, err = prepare(tmp_path, capsys, template, {"messages": CHAT})
+def test_a_template_that_refuses_or_is_missing(prepare, template, line):
+    status, _, err = prepare(template, {"messages": CHAT})
     assert status == 2 and line in err.splitlines()[-1]
 
 
-def test_rows_are_as_lines(tmp_path, capsys):
+def test_rows_are_as_lines(tmp_path, capsys, prepare):
     import datasets
 
     lines = [{"messages": CHAT if i % 3 else LONGEST} for i in range(40)]
-    assert prepare(tmp_path, capsys, CHATML, *lines)[0] == 0
+    status, out, _ = prepare(CHATML, *lines)
+    assert status == 0
+    assert out.endswith(f" --tokenizer-model {tmp_path}/tokenizer --sft-data\n")
     datasets.Dataset.from_list(lines).save_to_disk(tmp_path / "rows")
-    words = [
-        "--task",
-        "sft",
-        "--tokenizer-model",
-        tmp_path / "tokenizer",
-        "--dataset",
-        tmp_path / "rows",
-    ]
-    status, _, err = call(capsys, *words, "--output-prefix", tmp_path / "rows-out")
-    assert status == 0 and files_of(tmp_path / "rows-out") == files_of(
-        tmp_path / "out"
-    ), err
+    words = f"--task sft --tokenizer-model {tmp_path}/tokenizer"
+    words += f" --dataset {tmp_path}/rows --output-prefix {tmp_path}/rows-out"
+    status, _, err = call(capsys, words)
+    assert status == 0, err
+    assert files_of(tmp_path / "rows-out") == files_of(tmp_path / "out")
 
 
 # --- samples
@@ -430,9 +309,8 @@ PROMPTS = [[-6, -7, 7, 8], [-2, 4, -9, 5], [-3, -4, -5, -6, -7, -8, 9]]
 def stored(prefix: Path, conversations: list[list[int]]) -> Path:
     """The files of --task sft."""
     dataset(prefix, tuple(map(len, conversations)))
-    Path(f"{prefix}.bin").write_bytes(
-        numpy.concatenate(conversations).astype("<i4").tobytes()
-    )
+    words = numpy.concatenate(conversations).astype("<i4")
+    Path(f"{prefix}.bin").write_bytes(words.tobytes())
     return prefix
 
 
@@ -445,25 +323,17 @@ def samples(tmp_path, monkeypatch):
 
     monkeypatch.setattr(SFTDataset, "_key_config_attributes", staticmethod(list))
 
-    def make(
-        length=5,
-        seed=7,
-        count=None,
-        split=Split.train,
-        mask=True,
-        packed=False,
-        prompts=PROMPTS,
-    ):
+    def make(length=5, seed=7, count=None, mask=True, packed=False, prompts=PROMPTS):
         config = SimpleNamespace(
             sequence_length=length,
             random_seed=seed,
             create_attention_mask=mask,
             tokenizer=None,
+            allow_ambiguous_pad_tokens=False,
         )
-        config.allow_ambiguous_pad_tokens = False
         data = IndexedDataset(str(stored(tmp_path / "data", prompts)))
         kind = PackedSFTDataset if packed else SFTDataset
-        return kind(data, "data", numpy.arange(len(PROMPTS)), count, split, config)
+        return kind(data, "data", numpy.arange(3), count, Split.train, config)
 
     return make
 
@@ -473,85 +343,70 @@ def fields(sample) -> tuple[list[int], list[int], list[float]]:
 
 
 BY_HAND = [  # of 5 tokens, with the next token as the label
-    ([5, 6, 7, 8, 0], [6, 7, 8, 0, 0], [0, 1, 1, 0, 0]),
     ([1, 4, 8, 5, 0], [4, 8, 5, 0, 0], [1, 0, 1, 0, 0]),
     ([2, 3, 4, 5, 6], [3, 4, 5, 6, 7], [0, 0, 0, 0, 0]),  # cut: its target is lost
+    ([5, 6, 7, 8, 0], [6, 7, 8, 0, 0], [0, 1, 1, 0, 0]),
 ]
 
 
 def test_a_sample_is_a_conversation(samples, capsys):
     data = samples()
     assert len(data) == len(samples(count=0)) == 3
-    assert sorted(map(fields, [data[i] for i in range(3)])) == sorted(BY_HAND)
+    assert sorted(fields(data[i]) for i in range(3)) == BY_HAND
     sample = data[0]
-    assert (
-        sample["position_ids"].tolist() == [0, 1, 2, 3, 4]
-        and sample["tokens"].dtype == torch.int64
-    )
+    assert sample["position_ids"].tolist() == [0, 1, 2, 3, 4]
+    assert sample["tokens"].dtype == torch.int64
     assert torch.equal(sample["attention_mask"], torch.ones(5, 5).tril()[None] < 0.5)
-    assert (
-        "cuts 1 of 3 conversations for train of data; 1 have no target left"
-        in capsys.readouterr().out
-    )
-    for packed in (False, True):
-        with pytest.raises(
-            UserError, match="cuts 3 of 3 .* 3 have no target left: give a longer one"
-        ):
-            samples(1, prompts=[[-6, -7, 7], [-2, -9, 5], [-3, -4, 9]], packed=packed)
+    line = "cuts 1 of 3 conversations for train of data; 1 have no target left"
+    assert line in capsys.readouterr().out
     whole = samples(6, mask=False)
-    assert ([2, 3, 4, 5, 6, 7], [3, 4, 5, 6, 7, 9], [0, 0, 0, 0, 0, 1]) in [
-        fields(whole[i]) for i in range(3)
-    ]
+    longest = ([2, 3, 4, 5, 6, 7], [3, 4, 5, 6, 7, 9], [0, 0, 0, 0, 0, 1])
+    assert longest in [fields(whole[i]) for i in range(3)]
     assert "attention_mask" not in whole[0] and not whole[None]["loss_mask"].any()
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_length_that_leaves_no_target(samples, packed):
+    late = [[-6, -7, 7], [-2, -9, 5], [-3, -4, 9]]
+    with pytest.raises(UserError, match="cuts 3 of 3 .* 3 have no target left: give "):
+        samples(1, prompts=late, packed=packed)
+
+
+def order_of(data) -> list[tuple[int, ...]]:
+    return [tuple(data[i]["tokens"].tolist()) for i in range(len(data))]
+
+
 def test_each_epoch_has_each_conversation_once_in_an_order_of_its_own(samples):
-    data, again = samples(count=3 * 40), samples(count=7)
-    order = [tuple(data[i]["tokens"].tolist()) for i in range(len(data))]
-    epochs = [order[i : i + 3] for i in range(0, len(order), 3)]
-    assert all(
-        Counter(epoch) == Counter(tuple(tokens) for tokens, _, _ in BY_HAND)
-        for epoch in epochs
-    )
-    assert len({tuple(epoch) for epoch in epochs}) == 6, "all orders of three"
-    assert [tuple(again[i]["tokens"].tolist()) for i in (110, 4, 5)] == [
-        order[i] for i in (110, 4, 5)
-    ]
-    other = samples(seed=8)
-    assert order != [tuple(other[i]["tokens"].tolist()) for i in range(len(order))]
+    order = order_of(samples(count=3 * 40))
+    epochs = [tuple(order[i : i + 3]) for i in range(0, len(order), 3)]
+    expected = [tuple(tokens) for tokens, _, _ in BY_HAND]
+    assert set(epochs) == set(itertools.permutations(expected))
+    fewer = samples(count=7)  # a sample depends on its number alone
+    for number in (110, 4, 5):
+        assert tuple(fewer[number]["tokens"].tolist()) == order[number]
+    assert order != order_of(samples(seed=8, count=3 * 40))
 
 
 def test_packed_conversations_are_whole_and_by_themselves(samples):
-    """Of 4, 4 and 7 tokens: in nine there is room for the first two, if no other is
-    between them."""
+    """They have 4, 4 and 7 tokens. In nine there is room for the first two, if no other
+    is between them."""
     data = samples(8, count=60, packed=True)
-    taken = [data[i] for i in range(60)]
-    sizes = {tuple(sample["position_ids"].tolist()) for sample in taken}
-    both, one, longest = (
-        (0, 1, 2, 3, 0, 1, 2, 3),
-        (0, 1, 2, 3, 0, 1, 2, 3),
-        (0, 1, 2, 3, 4, 5, 6, 0),
-    )
-    assert sizes == {both, one, longest}
-    for sample in taken:
-        starts = [
-            place
-            for place, position in enumerate(sample["position_ids"])
-            if position == 0
-        ]
+    both = []
+    sizes = set()
+    for sample in map(data.__getitem__, range(60)):
+        positions = sample["position_ids"]
+        sizes.add(tuple(positions.tolist()))
+        starts = torch.arange(8) - positions
         seen = ~sample["attention_mask"][0]
         for place in range(8):
-            first = max(start for start in starts if start <= place)
-            assert seen[place].nonzero().flatten().tolist() == [
-                *range(first, place + 1)
-            ]
-        assert not any(sample["loss_mask"][start - 1] for start in starts[1:])
-    found = sorted(
-        fields(sample)
-        for sample in taken
-        if sample["tokens"][3] == 8 and sample["tokens"][4] == 1
-    )
-    assert found[0] == (
+            expected = list(range(starts[place], place + 1))
+            assert seen[place].nonzero().flatten().tolist() == expected
+        for start in set(starts.tolist()) - {0}:
+            assert not sample["loss_mask"][start - 1]
+        if sample["tokens"][3:5].tolist() == [8, 1]:
+            both.append(fields(sample))
+    assert sizes == {(0, 1, 2, 3, 0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6, 0)}
+    assert min(both) == (
         [5, 6, 7, 8, 1, 4, 8, 5],
         [6, 7, 8, 1, 4, 8, 5, 0],
         [0, 1, 1, 0, 1, 0, 1, 0],
@@ -563,24 +418,21 @@ def test_packed_conversations_are_whole_and_by_themselves(samples):
 
 
 def trained_on(prefix: Path, *flags: str) -> str | None:
-    argv = [word for word in command(1, 2, split="100,0,0") if word != "--mock-data"]
+    argv = command(1, 2, split="100,0,0")
+    argv.remove("--mock-data")
     return complaint([*argv, "--data-path", str(prefix), *flags], 1)
 
 
 def test_data_and_flag_go_together(tmp_path):
-    chats, text = stored(tmp_path / "chats", PROMPTS), dataset(tmp_path / "text")
+    chats = stored(tmp_path / "chats", PROMPTS)
+    text = dataset(tmp_path / "text")
     assert trained_on(chats, "--sft-data") is None is trained_on(text)
-    late = stored(tmp_path / "late", [[-1] * 17 + [5]] * 2)
-    assert trained_on(late, "--sft-data").startswith(
-        "--seq-length 16: all targets of --data-path "
-    )
-    assert (
-        trained_on(
-            stored(tmp_path / "last", [[-1] * 17 + [5], [-1] * 16 + [5, 6]]),
-            "--sft-data",
-        )
-        is None
-    )
+    lost = [-1] * 17 + [5]
+    late = stored(tmp_path / "late", [lost, lost])
+    line = "--seq-length 16: all targets of --data-path "
+    assert trained_on(late, "--sft-data").startswith(line)
+    last = stored(tmp_path / "last", [lost, [-1] * 16 + [5, 6]])
+    assert trained_on(last, "--sft-data") is None
     assert trained_on(chats).startswith(f"--data-path {chats}: it holds ")
     assert trained_on(text, "--sft-data").startswith(f"--data-path {text}: it holds ")
     assert trained_on(text, "--sft").endswith("use --sft-data --sft-packed")

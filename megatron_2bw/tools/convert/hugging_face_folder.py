@@ -5,8 +5,6 @@ Invariant: what is missing, cut short or of another kind is found before anythin
 written.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -22,7 +20,8 @@ from megatron_2bw.base.errors import UserError
 from megatron_2bw.base.files import write_json
 from megatron_2bw.base.portions import portions
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _COPIED = (
     r"((generation_)?config|tokenizer(_config)?|special_tokens_map|added_tokens|vocab|chat_template|tekken)\.json|"
@@ -36,54 +35,48 @@ class Weights:
     them."""
 
     def __init__(self, folder: Path):
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        self._files: dict[str, Path] = {}
-        for path, names in _files(folder).items():
-            with _errors(path), safe_open(path, "pt") as file:
-                for name in sorted({*names, *file.keys()}):
+        self.shapes = {}
+        self.dtypes = {}
+        self._files = {}
+        for path in _files(folder):
+            with _opened(path) as file:
+                for name in file.keys():
                     part = file.get_slice(name)
                     kind = part.get_dtype()
                     if kind not in DTYPES:
-                        known = ", ".join(DTYPES)
                         raise UserError(
                             f"{path}: the tensor {name} is of type {kind}: only "
-                            f"{known} can be imported"
+                            f"{', '.join(DTYPES)} can be imported"
                         )
-                    self.shapes[name], self.dtypes[name] = (
-                        tuple(part.get_shape()),
-                        DTYPES[kind],
-                    )
+                    self.shapes[name] = tuple(part.get_shape())
+                    self.dtypes[name] = DTYPES[kind]
                     self._files[name] = path
 
     def read(self, name: str) -> torch.Tensor:
         """A copy, so that no page of the file stays in memory."""
-        path = self._files[name]
-        with _errors(path), safe_open(path, "pt") as file:
+        with _opened(self._files[name]) as file:
             return file.get_tensor(name).clone()
 
 
-def _files(folder: Path) -> dict[Path, set[str]]:
-    """The files of tensors that transformers reads, with the names that the index
-    places in each."""
+def _files(folder: Path) -> list[Path]:
+    """The files of tensors that transformers reads."""
     if (folder / SINGLE).is_file():
-        return {folder / SINGLE: set()}
+        return [folder / SINGLE]
     index = folder / INDEX
     if not index.is_file():
         raise UserError(
             f"{folder}: there is neither {INDEX} nor {SINGLE}: save it with "
             "transformers' save_pretrained"
         )
-    files: dict[Path, set[str]] = {}
-    for name, file in json.loads(index.read_text())["weight_map"].items():
-        files.setdefault(folder / Path(file).name, set()).add(name)
-    return files
+    files = json.loads(index.read_text())["weight_map"].values()
+    return sorted({folder / Path(file).name for file in files})
 
 
 @contextlib.contextmanager
-def _errors(path: Path) -> Iterator[None]:
+def _opened(path: Path) -> Iterator[safe_open]:
     try:
-        yield
+        with safe_open(path, "pt") as file:
+            yield file
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"{path}: it is missing, cut short or no file of safetensors ({error})"
@@ -93,27 +86,23 @@ def _errors(path: Path) -> Iterator[None]:
 def write(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Files of at most SHARD bytes, or of one tensor, and their index; the memory of
     one file is held."""
-    place: dict[str, int] = {}  # the number of each tensor's file
-    total = count = 0
-    for part in portions(tensors, lambda each: each[1].nbytes, SHARD):
-        save_file(dict(part), folder / f"part-{count}", metadata={"format": "pt"})
-        place |= {name: count for name, _ in part}
-        total += sum(tensor.nbytes for _, tensor in part)
-        count += 1
-    final = (
-        [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
-        if count > 1
-        else [SINGLE]
-    )
-    for number, name in enumerate(final):
-        (folder / f"part-{number}").rename(folder / name)
-    if count > 1:
-        weight_map = {name: final[number] for name, number in place.items()}
-        write_json(
-            folder / INDEX,
-            {"metadata": {"total_size": total}, "weight_map": weight_map},
-            indent=2,
-        )
+    held = {}  # the names of the tensors of each part
+    total = 0
+    for portion in portions(tensors, lambda each: each[1].nbytes, SHARD):
+        part = folder / f"part-{len(held)}"
+        save_file(dict(portion), part, metadata={"format": "pt"})
+        held[part] = [name for name, _ in portion]
+        total += sum(tensor.nbytes for _, tensor in portion)
+    if len(held) == 1:
+        part.rename(folder / SINGLE)
+        return
+    weight_map = {}
+    for number, (part, names) in enumerate(held.items(), 1):
+        file = f"model-{number:05d}-of-{len(held):05d}.safetensors"
+        part.rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_json(folder / INDEX, index, indent=2)
 
 
 def copy_files(source: Path, target: Path) -> None:
@@ -122,18 +111,18 @@ def copy_files(source: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     root = source.resolve()
     # the Hub's cache links to its own `blobs`
-    root = root.parents[1] if root.parent.name == "snapshots" else root
+    if root.parent.name == "snapshots":
+        root = root.parents[1]
     for path in sorted(source.iterdir()):
-        if path.is_file() and re.fullmatch(_COPIED, path.name):
-            if not path.resolve().is_relative_to(root):
-                raise UserError(
-                    f"{path}: it is a link out of the folder: copy the file itself there"
-                )
-            shutil.copyfile(path, target / path.name)
+        if not path.is_file() or not re.fullmatch(_COPIED, path.name):
+            continue
+        if not path.resolve().is_relative_to(root):
+            raise UserError(
+                f"{path}: it is a link out of the folder: copy the file itself there"
+            )
+        shutil.copyfile(path, target / path.name)
 
 
 def has_tokenizer(folder: Path) -> bool:
-    return any(
-        (folder / name).is_file()
-        for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-    )
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    return any((folder / name).is_file() for name in names)

@@ -5,9 +5,8 @@ forward of the whole text. To serve a model, `megatron-2bw convert export` write
 transformers and the servers that read its format.
 """
 
-from __future__ import annotations
-
 import re
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,68 +14,73 @@ from typing import Any
 from megatron_2bw.base.errors import Parser, UserError, file_errors, usage_error, whole
 
 
-def main(argv: Sequence[str], prog: str) -> int:
-    """Print the prompt and what the model continues it with."""
+def _parser(prog: str) -> ArgumentParser:
     example = f"{prog} checkpoints --prompt 'The pipeline' --tokens 50"
     parser = Parser(
-        prog=prog,
+        prog,
         description=f"Text from a checkpoint of a GPT. Example: {example}",
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add(
+    option = parser.add_argument
+    option(
         "source",
         type=Path,
         metavar="CKPT",
         help="a run's --save, or one checkpoint in it",
     )
-    add(
+    option(
         "--prompt",
         required=True,
         help="the beginning; with NullTokenizer numbers of tokens",
     )
-    add(
+    option(
         "--tokens",
         type=whole(1),
         default=50,
         metavar="N",
         help="how many at most (default: %(default)s)",
     )
-    add(
+    option(
         "--temperature",
         type=float,
         default=1.0,
         help="0: always the likeliest token (default: %(default)s)",
     )
-    add("--top-k", type=whole(1), metavar="K", help="of the K likeliest tokens only")
-    add("--seed", type=whole(0), default=1, metavar="N", help="default: %(default)s")
-    add(
+    option("--top-k", type=whole(1), metavar="K", help="of the K likeliest tokens only")
+    option("--seed", type=whole(0), default=1, metavar="N", help="default: %(default)s")
+    option(
         "--ckpt-step",
         type=whole(1),
         metavar="N",
         help="the iteration (default: the latest)",
     )
-    add(
+    option(
         "--trust-remote-code",
         action="store_true",
         help="run the Python of the tokenizer's folder",
     )
-    add(
+    option(
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
         help="default: a GPU if there is one",
     )
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str], prog: str) -> int:
+    """Print the prompt and what the model continues it with."""
+    options = _parser(prog).parse_args(argv)
     if not options.source.is_dir():
         usage_error(prog, f"{options.source}: there is no such folder")
     import torch
 
     from megatron_2bw.mcore import cpu
-    from megatron_2bw.tools.convert import megatron
+    from megatron_2bw.tools.convert import megatron, parameters
 
     folder = megatron.find(options.source, options.ckpt_step)
-    if on_cpu := cpu.wanted(options.device):
+    on_cpu = cpu.wanted(options.device)
+    if on_cpu:
         megatron.use_cpu()
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
@@ -84,18 +88,21 @@ def main(argv: Sequence[str], prog: str) -> int:
     if args.task != "gpt":
         raise UserError(f"{folder}: it is a BERT, which continues no text")
     with megatron.whole_model(args, "cpu" if on_cpu else "cuda") as (model, entries):
-        megatron.read_into(model.eval(), entries, megatron.Checkpoint(folder, args))
+        checkpoint = parameters.Checkpoint(folder, args)
+        parameters.read_into(model.eval(), entries, checkpoint)
         with file_errors(f"{args.tokenizer_model}"):
             tokenizer = build_tokenizer(args)
         # the rows after it are padding
         size = min(tokenizer.vocab_size, args.padded_vocab_size)
-        prompt = _tokens(tokenizer, options.prompt, size)
-        logits = lambda tokens: model(
-            tokens, torch.arange(tokens.shape[1]).to(tokens)[None], None
-        )[..., :size]
+
+        def logits(tokens: torch.Tensor) -> torch.Tensor:
+            positions = torch.arange(tokens.shape[1]).to(tokens)[None]
+            return model(tokens, positions, None)[..., :size]
+
+        text = _tokens(tokenizer, options.prompt, size)
         limit = min(args.seq_length, args.max_position_embeddings)
-        found = list(generate(logits, prompt, limit, tokenizer.eod, options))
-    print(printable(tokenizer.detokenize([*prompt, *found])))
+        text += generate(logits, text, limit, tokenizer.eod, options)
+    print(printable(tokenizer.detokenize(text)))
     return 0
 
 
@@ -105,8 +112,8 @@ def generate(
     """Up to `options.tokens` tokens that follow the prompt; none after `end`.
 
     logits: of the next token at each place, [1, sequence, vocabulary], for tokens [1,
-    sequence] limit: the longest sequence of the model, in tokens; of a longer text it
-    sees the end options: tokens, temperature, top_k and seed of the command line
+    sequence]. limit: the longest sequence of the model, in tokens; of a longer text it
+    sees the end. options: tokens, temperature, top_k and seed of the command line.
     """
     import torch
 
@@ -122,14 +129,10 @@ def generate(
                 token = int(last.argmax())
             else:
                 if options.top_k is not None:
-                    last[
-                        last < last.topk(min(options.top_k, len(last))).values[-1]
-                    ] = -torch.inf
-                token = int(
-                    torch.multinomial(
-                        (last / options.temperature).softmax(0), 1, generator=generator
-                    )
-                )
+                    likeliest = last.topk(min(options.top_k, len(last))).values
+                    last[last < likeliest[-1]] = -torch.inf
+                chances = (last / options.temperature).softmax(0)
+                token = int(torch.multinomial(chances, 1, generator=generator))
             if token == end:
                 return
             yield token
@@ -139,11 +142,8 @@ def generate(
 def printable(text: str) -> str:
     """`text` with escapes for what would control a terminal: all control characters but
     tabs and ends of lines."""
-    return re.sub(
-        r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]",
-        lambda found: ascii(found[0])[1:-1],
-        text,
-    )
+    control = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]"
+    return re.sub(control, lambda match: ascii(match[0])[1:-1], text)
 
 
 def _tokens(tokenizer, prompt: str, vocabulary: int) -> list[int]:

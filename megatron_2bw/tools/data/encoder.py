@@ -6,17 +6,17 @@ special token stays text. The ids of a document depend only on its text, not on 
 neighbours.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy
 from tokenizers import Tokenizer
+
+EMPTY = "empty documents left out"
 
 # all its tokens, and the length of each of its sequences
 Document = tuple[numpy.ndarray, list[int]]
@@ -43,8 +43,8 @@ class Encoder:
         return DType.optimal_dtype(max(vocabulary.values()) + 1)
 
     @cached_property
-    # made in the process that uses it: pickled, it forgets encode_special_tokens
     def _tokenizer(self) -> Tokenizer:
+        # Made in the process that uses it: pickled, it forgets encode_special_tokens.
         tokenizer = Tokenizer.from_str(self.tokenizer)
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -65,32 +65,32 @@ class Encoder:
 
         A document without a token has no sequence.
         """
-        parts = [self._parts(text) if text.strip() else [] for text in texts]
-        encoded = self._tokenizer.encode_batch_fast(
-            [part for each in parts for part in each], add_special_tokens=False
-        )
-        found, end = iter(encoded), [] if self.eod is None else [self.eod]
+        parts = list(map(self._parts, texts))
+        encode = self._tokenizer.encode_batch_fast
+        encoded = iter(encode(list(chain(*parts)), add_special_tokens=False))
+        end = [] if self.eod is None else [self.eod]
         documents = []
         for document in parts:
-            sequences = [[*ids, *end] for _ in document if (ids := next(found).ids)]
-            documents.append(
-                (
-                    numpy.array([*chain(*sequences)], self.dtype),
-                    list(map(len, sequences)),
-                )
-            )
+            tokens = []
+            lengths = []
+            for part in islice(encoded, len(document)):
+                if part.ids:
+                    sequence = part.ids + end
+                    tokens += sequence
+                    lengths.append(len(sequence))
+            documents.append((numpy.array(tokens, self.dtype), lengths))
         return documents
 
     def _parts(self, text: str) -> list[str]:
+        """What is encoded by itself: the text for GPT, its sentences for BERT."""
+        if not text.strip():
+            return []
         if self.eod is not None:
             return [text]
         import sentencex
 
-        return [
-            part
-            for part in map(str.strip, sentencex.segment(self.language, text))
-            if part
-        ]
+        sentences = map(str.strip, sentencex.segment(self.language, text))
+        return list(filter(None, sentences))
 
 
 def write(
@@ -104,18 +104,16 @@ def write(
     """
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    counts: Counter[str] = Counter()
+    counts = Counter()
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for tokens, lengths in documents:
         if not lengths:
-            counts["empty"] += 1
+            counts[EMPTY] += 1
             continue
         builder.add_document(tokens, lengths)
-        counts.update(
-            documents=1,
-            sequences=len(lengths),
-            tokens=len(tokens),
-            targets=int((tokens >= 0).sum()),
-        )
+        counts["documents"] += 1
+        counts["sequences"] += len(lengths)
+        counts["tokens"] += len(tokens)
+        counts["targets"] += int((tokens >= 0).sum())
     builder.finalize(f"{prefix}.idx")
     return counts

@@ -5,8 +5,6 @@ Invariant: every error of the libraries becomes one line that names the flag. No
 local needs a network.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -27,34 +25,37 @@ def load_tokenizer(name: str, task: str) -> tuple[Any, int | None]:
     Raises UserError if it cannot be loaded or lacks a token that Megatron's dataset for
     the task needs.
     """
-    with reached("--tokenizer-model", name), _one_line(f"--tokenizer-model {name}: "):
+    with reached("--tokenizer-model", name), _one_line(f"--tokenizer-model {name}"):
         from megatron_2bw.mcore import cpu
 
         cpu.without_triton()
         from megatron.core.tokenizers import MegatronTokenizer
 
-        metadata, folder = {"library": "huggingface"}, str(Path(name).expanduser())
-        ours = MegatronTokenizer.from_pretrained(
-            folder, metadata, use_fast=True, include_special_tokens=True
+        tokenizer = MegatronTokenizer.from_pretrained(
+            str(Path(name).expanduser()),
+            {"library": "huggingface"},
+            use_fast=True,
+            include_special_tokens=True,
         )
-    found: dict[str, int | None] = {}
+    ids = {}
     for token in _NEEDED[task]:
+        number = None
         # Megatron asks for the id of a missing token
         with contextlib.suppress(Exception):
-            found[token] = getattr(ours, token)
-    if missing := [token for token in _NEEDED[task] if found.get(token) is None]:
-        lacks = (
-            f"it has no {', '.join(missing)} token, which --task {task} needs; "
-            "--train-tokenizer makes one that has"
-        )
-        raise UserError(f"--tokenizer-model {name}: {lacks}")
-    if found.get("pad"):
+            number = getattr(tokenizer, token)
+        if number is None:
+            raise UserError(
+                f"--tokenizer-model {name}: it has no {token} token, which --task {task} "
+                "needs; --train-tokenizer makes one that has"
+            )
+        ids[token] = number
+    if ids.get("pad"):
         raise UserError(
-            f"--tokenizer-model {name}: its padding token has the id "
-            f"{found['pad']}, but Megatron's BERT dataset marks "
-            "padding by 0; --train-tokenizer wordpiece makes one that does"
+            f"--tokenizer-model {name}: its padding token has the id {ids['pad']}, "
+            "but Megatron's BERT dataset marks padding by 0; "
+            "--train-tokenizer wordpiece makes one that does"
         )
-    return ours._tokenizer.tokenizer, found.get("eod")
+    return tokenizer._tokenizer.tokenizer, ids.get("eod")
 
 
 def load(
@@ -65,36 +66,37 @@ def load(
     arrays: bool = False,
     **words: Any,
 ) -> Any:
-    """A split of the dataset in a folder written by save_to_disk, in a folder of data
+    """A split of a dataset: of a folder written by save_to_disk, of a folder of data
     files, or of a name on the Hub.
 
-    key: of its only column, or None for all; arrays: the texts are JSON arrays, the
-    rows their elements; words: of load_dataset. Raises UserError, which begins with
-    `where`.
+    key: the only column that is taken, or None for all. arrays: each text is a JSON
+    array, whose elements become the rows. words: for load_dataset. Raises UserError,
+    which begins with `where`.
     """
-    with _one_line(f"{where}: "):
+    with _one_line(where):
         import datasets
 
         datasets.logging.set_verbosity_error()
-        path = Path(source).expanduser()
-        if any((path / file).is_file() for file in ("dataset_dict.json", "state.json")):
-            found = datasets.load_from_disk(str(path))
-            found = found[split] if isinstance(found, dict) else found
-        else:
-            found = datasets.load_dataset(str(path), split=split, **words)
+        path = str(Path(source).expanduser())
+        try:
+            rows = datasets.load_from_disk(path)
+            if isinstance(rows, dict):
+                rows = rows[split]
+        except FileNotFoundError:
+            rows = datasets.load_dataset(path, split=split, **words)
         if arrays:
-            name = f"{found._fingerprint}-elements"
-            found = found.map(
-                _elements, batched=True, batch_size=1, new_fingerprint=name
-            )
-        return found if key is None else found.select_columns([key])
+            name = f"{rows._fingerprint}-elements"
+            rows = rows.map(_elements, batched=True, batch_size=1, new_fingerprint=name)
+        return rows if key is None else rows.select_columns([key])
 
 
 def _elements(texts: dict[str, list[str]]) -> dict[str, list[str]]:
-    array = json.loads(texts["text"][0].removeprefix("\ufeff"))
-    # half of a surrogate pair remains an escape
-    lines = [json.dumps(each, ensure_ascii=False) for each in array]
-    return {"text": [line.encode(errors="backslashreplace").decode() for line in lines]}
+    lines = []
+    for element in json.loads(texts["text"][0].removeprefix("\ufeff")):
+        line = json.dumps(element, ensure_ascii=False)
+        # half of a surrogate pair remains an escape
+        lines.append(line.encode(errors="backslashreplace").decode())
+    return {"text": lines}
 
 
 def holds_array(file: str) -> bool:
@@ -102,7 +104,7 @@ def holds_array(file: str) -> bool:
     import fsspec
 
     with (
-        _one_line(f"--input {file}: "),
+        _one_line(f"--input {file}"),
         fsspec.open(file, "rb", compression="infer") as stream,
     ):
         return stream.read(1000).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
@@ -117,10 +119,6 @@ def _one_line(begin: str) -> Iterator[None]:
         yield
     # of transformers, huggingface_hub, tokenizers, datasets, pyarrow
     except Exception as error:
-        text = (
-            str(error.__cause__ or error).split("Exception: ")[-1].strip()
-            or type(error).__name__
-        )
-        raise UserError(
-            f"{begin}cannot be loaded, {text.splitlines()[0].rstrip('.')}"
-        ) from error
+        text = str(error.__cause__ or error).split("Exception: ")[-1].strip()
+        reason = (text or type(error).__name__).splitlines()[0].rstrip(".")
+        raise UserError(f"{begin}: cannot be loaded, {reason}") from error

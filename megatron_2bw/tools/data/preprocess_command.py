@@ -4,9 +4,6 @@ Invariant: bad input ends with status 2 and one line that names the flag. Stdout
 flags of a training alone.
 """
 
-from __future__ import annotations
-
-import argparse
 import contextlib
 import glob
 import logging
@@ -14,7 +11,8 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_2bw.base.errors import Parser, UserError, run_program, whole
@@ -23,7 +21,7 @@ from megatron_2bw.base.processes import exit_on_signals
 PROG = "megatron-2bw preprocess"
 
 
-def parser(prog: str = PROG) -> argparse.ArgumentParser:
+def parser(prog: str = PROG) -> ArgumentParser:
     cli = Parser(
         prog, allow_abbrev=False, description="Text to Megatron's .bin and .idx."
     )
@@ -47,7 +45,9 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         help="processes (default: the cores that the job may use)",
     )
 
-    option, either = _group(cli, "input")
+    group = cli.add_argument_group("input")
+    option = group.add_argument
+    either = group.add_mutually_exclusive_group(required=True).add_argument
     either(
         "--input",
         nargs="+",
@@ -65,21 +65,19 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         default="auto",
         help="auto (default): by the ending",
     )
-    units = ("file", "blank-lines", "lines")
     option(
         "--text-documents",
-        choices=units,
+        choices=("file", "blank-lines", "lines"),
         default="file",
         help="a document of a text file (default: file)",
     )
-    option("--dataset-config", metavar="NAME", help="as in load_dataset")
-    option("--dataset-split", metavar="NAME", default="train", help="default: train")
+    option("--dataset-config", help="as in load_dataset")
+    option("--dataset-split", default="train", help="default: train")
     option(
         "--json-keys",
         "--text-column",
         dest="key",
         default="text",
-        metavar="NAME",
         help="of text (default: text)",
     )
     option(
@@ -89,12 +87,13 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
     )
     option(
         "--language",
-        metavar="CODE",
         default="en",
         help="of the sentences, for bert: en (default), de, zh, …",
     )
 
-    option, either = _group(cli, "tokenizer")
+    group = cli.add_argument_group("tokenizer")
+    option = group.add_argument
+    either = group.add_mutually_exclusive_group(required=True).add_argument
     either(
         "--tokenizer-model", metavar="FOLDER|NAME", help="any Hugging Face tokenizer"
     )
@@ -116,9 +115,12 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         metavar="N",
         help="of the trained tokenizer, with its special tokens",
     )
-    sample = "text sampled evenly from the input (default: %(default)s)"
     option(
-        "--train-tokenizer-mb", type=whole(1), default=200, metavar="MB", help=sample
+        "--train-tokenizer-mb",
+        type=whole(1),
+        default=200,
+        metavar="MB",
+        help="text sampled evenly from the input (default: %(default)s)",
     )
     option(
         "--cased",
@@ -128,16 +130,7 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
     return cli
 
 
-def _group(cli: argparse.ArgumentParser, name: str) -> tuple[Callable, Callable]:
-    """Two functions that add an option to a new group: any, and one of those of which
-    one must be given."""
-    group = cli.add_argument_group(name)
-    return group.add_argument, group.add_mutually_exclusive_group(
-        required=True
-    ).add_argument
-
-
-def check(options: argparse.Namespace) -> Path:
+def check(options: Namespace) -> Path:
     """Refuse what cannot work; sets `files` and `workers`. Returns the prefix. Raises
     UserError."""
     if options.task == "sft" and not options.tokenizer_model:
@@ -148,12 +141,12 @@ def check(options: argparse.Namespace) -> Path:
         raise UserError("--train-tokenizer: give --vocab-size, for example 32000")
     options.workers = options.workers or len(os.sched_getaffinity(0))
     prefix = Path(options.output_prefix).expanduser().absolute()
-    options.files = [
-        file for name in options.input or () for file in input_files(name, prefix)
-    ]
-    name = options.tokenizer_model
-    if name and Path(name).expanduser().is_dir():
-        options.tokenizer_model = str(Path(name).expanduser().absolute())
+    options.files = []
+    for name in options.input or ():
+        options.files += input_files(name, prefix)
+    folder = Path(options.tokenizer_model or "").expanduser().absolute()
+    if options.tokenizer_model and folder.is_dir():
+        options.tokenizer_model = str(folder)
     return prefix
 
 
@@ -168,13 +161,10 @@ def input_files(name: str, prefix: Path) -> list[str]:
             f"--output-prefix {prefix}: lies in --input {name}, and would be read as text"
         )
     below = map(Path, glob.glob(f"{glob.escape(str(path))}/**", recursive=True))
-    found = [str(file) for file in sorted(below) if file.is_file()]
-    if not found:
-        raise UserError(
-            f"--input {name}: "
-            + ("no files in it" if path.is_dir() else "no such file or folder")
-        )
-    return found
+    files = [str(file) for file in sorted(below) if file.is_file()]
+    if not files:
+        raise UserError(f"--input {name}: no such file, or no files in it")
+    return files
 
 
 def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
@@ -201,21 +191,10 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
                 tokenizer = run(options, prefix)
         except UserError as error:
             cli.error(str(error))
-        words = [
-            "--tokenizer-type",
-            "HuggingFaceTokenizer",
-            "--tokenizer-model",
-            tokenizer,
-        ]
-        print(
-            shlex.join(
-                [
-                    "--data-path",
-                    str(prefix),
-                    *words,
-                    *["--sft-data"] * (options.task == "sft"),
-                ]
-            )
-        )
+        flags = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model".split()
+        flags = ["--data-path", str(prefix), *flags, tokenizer]
+        if options.task == "sft":
+            flags.append("--sft-data")
+        print(shlex.join(flags))
 
     return run_program(PROG, work, "the same command continues from here")

@@ -6,8 +6,6 @@ it has the special tokens that the task needs; the same texts in the same order 
 same tokenizer.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -50,17 +48,19 @@ def special_tokens(task: str, kind: str) -> dict[str, str]:
     return GPT if kind == "bpe" else GPT | {"unk_token": BERT["unk_token"]}
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, special: list[str]) -> Tokenizer:
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, special: dict[str, str]
+) -> Tokenizer:
     """A byte-level BPE tokenizer: lossless, so decoding restores the text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    words = dict(
-        special_tokens=special,
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special.values()),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, **words)
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
@@ -79,44 +79,44 @@ def train_wordpiece(
     vocabulary. Letters come twice, at the start of a word and within it, so at most a
     third of the vocabulary may be letters.
     """
-    tokenizer = _bert_like(models.WordPiece(unk_token=special["unk_token"]), cased)
-    found: Counter[str] = Counter()
-    for text in read():
-        found.update(tokenizer.normalizer.normalize_str(text))
-    letters = sorted(
-        (letter for letter in found if not letter.isspace()),
-        key=lambda each: (-found[each], each),
-    )
+    tokenizer = _wordpiece({}, special, cased)
     limit = min(_LETTERS, (vocab_size - len(special)) // 3)
+    letters = _frequent_letters(tokenizer, read(), limit)
     # The letters that can follow another in a word; punctuation and ideographs are
     # words of their own.
-    pairs = (
-        (letter, tokenizer.normalizer.normalize_str(f"a{letter}"))
-        for letter in letters[:limit]
-    )
-    within = [
-        f"##{letter}"
-        for letter, pair in pairs
-        if len(tokenizer.pre_tokenizer.pre_tokenize_str(pair)) == 1
-    ]
-    alphabet = dict(
-        special_tokens=[*special.values(), *within],
-        initial_alphabet=letters[:limit],
-        limit_alphabet=limit,
-    )
+    within = []
+    for letter in letters:
+        pair = tokenizer.normalizer.normalize_str(f"a{letter}")
+        if len(tokenizer.pre_tokenizer.pre_tokenize_str(pair)) == 1:
+            within.append(f"##{letter}")
     trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, show_progress=False, **alphabet
+        vocab_size=vocab_size,
+        special_tokens=[*special.values(), *within],
+        initial_alphabet=letters,
+        limit_alphabet=limit,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(read(), trainer)
-    rebuilt = _bert_like(
-        models.WordPiece(tokenizer.get_vocab(), unk_token=special["unk_token"]), cased
-    )
+    rebuilt = _wordpiece(tokenizer.get_vocab(), special, cased)
     rebuilt.add_special_tokens(list(special.values()))
     return rebuilt
 
 
-def _bert_like(model: models.WordPiece, cased: bool) -> Tokenizer:
-    tokenizer = Tokenizer(model)
+def _frequent_letters(
+    tokenizer: Tokenizer, texts: Iterable[str], limit: int
+) -> list[str]:
+    counts = Counter()
+    for text in texts:
+        counts.update(tokenizer.normalizer.normalize_str(text))
+    for space in filter(str.isspace, list(counts)):
+        del counts[space]
+    return sorted(counts, key=lambda letter: (-counts[letter], letter))[:limit]
+
+
+def _wordpiece(
+    vocab: dict[str, int], special: dict[str, str], cased: bool
+) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=special["unk_token"]))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not cased)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
@@ -129,27 +129,22 @@ def from_files(folder: Path, vocab: Path, merges: Path | None, cased: bool) -> N
     from transformers import BertTokenizer, GPT2Tokenizer
 
     with file_errors("--vocab-file or --merge-file"):
-        words = [
-            path.read_text("utf-8") and str(path) for path in (vocab, merges) if path
-        ]
-    made = (
-        GPT2Tokenizer(*words)
-        if merges
-        else BertTokenizer(*words, do_lower_case=not cased)
-    )
-    made.save_pretrained(str(folder))
+        for path in filter(None, (vocab, merges)):
+            path.read_text("utf-8")
+    if merges:
+        tokenizer = GPT2Tokenizer(str(vocab), str(merges))
+    else:
+        tokenizer = BertTokenizer(str(vocab), do_lower_case=not cased)
+    tokenizer.save_pretrained(folder)
 
 
 def save(folder: Path, tokenizer: Tokenizer, special: dict[str, str]) -> None:
     """Save what Megatron's HuggingFaceTokenizer loads."""
     if "cls_token" in special:  # it encloses an encoded text, or a pair of texts
-        start, end = special["cls_token"], special["sep_token"]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{start} $A {end}",
-            pair=f"{start} $A {end} $B:1 {end}:1",
-            special_tokens=[
-                (token, tokenizer.token_to_id(token)) for token in (start, end)
-            ],
+        start = special["cls_token"]
+        end = special["sep_token"]
+        tokenizer.post_processor = processors.BertProcessing(
+            (end, tokenizer.token_to_id(end)), (start, tokenizer.token_to_id(start))
         )
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     config["clean_up_tokenization_spaces"] = False  # decoding must not touch the text

@@ -1,0 +1,182 @@
+"""The forms of a conversation or an instruction in a dataset, as chat templates take
+them.
+
+Invariant: a record that is read has all its texts; a bad one raises ValueError, and
+what has no effect on its form is refused.
+"""
+
+import json
+from typing import Any, NamedTuple
+
+_ALPACA = (
+    "Below is an instruction that describes a task{}. Write a response that "
+    "appropriately completes the request."
+)
+_PAIRED = ", paired with an input that provides further context"
+# of ShareGPT
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+}
+_ROLES |= {role: role for role in ("user", "assistant", "system", "tool")}
+# the last as OpenAI named it before
+_OTHER_ROLES = {"human": "user", "gpt": "assistant", "function": "tool"}
+_MASKS = (
+    "weight loss_mask loss train training trainable train_on_turn train_detail".split()
+)  # of a message that the model does not learn
+_FORMS = "messages, conversations, prompt and completion, or instruction and output"
+
+
+class Turn(NamedTuple):
+    """A message with role, content and tool_calls, as chat templates take it, and
+    whether the model learns it."""
+
+    message: dict
+    learned: bool
+
+
+def chat(record: dict) -> list[Turn] | None:
+    """The messages of a chat; None for a plain form."""
+    form = "messages" if record.get("messages") is not None else "conversations"
+    messages = record.get(form)
+    if messages is None:
+        return None
+    turns = [_turn(each, f"{form}[{number}]") for number, each in enumerate(messages)]
+    system = record.get("system")
+    if not system:
+        return turns
+    if not turns or turns[0].message["role"] != "system":
+        return [_turn({"role": "system", "content": system}, "system"), *turns]
+    if turns[0].message["content"] != system:
+        raise ValueError(
+            f"system and {form}[0] are different system prompts: leave one out"
+        )
+    return turns
+
+
+def _turn(entry: Any, where: str) -> Turn:
+    """`where`: for errors."""
+    if not isinstance(entry, dict) or not (entry.get("role") or entry.get("from")):
+        raise ValueError(
+            f"{where} has no role: give role and content, or from and value"
+        )
+    # templates take null for a value
+    message = {name: value for name, value in entry.items() if value is not None}
+    learned = True
+    for name in _MASKS:
+        value = message.pop(name, 1)
+        if value not in (0, 1):
+            raise ValueError(
+                f"{where}.{name} is {value!r}: give 0 (the model does not learn it) or 1"
+            )
+        learned = learned and bool(value)
+    sender = message.pop("from", None)
+    if sender:
+        if sender not in _ROLES:
+            raise ValueError(f"{where}.from is {sender}: give {', '.join(_ROLES)}")
+        message["role"] = _ROLES[sender]
+        field = "function_call" if sender == "function_call" else "content"
+        message[field] = message.pop("value", None)
+    role = message["role"]
+    message["role"] = _OTHER_ROLES.get(role, role)
+    _add_calls(message, where)
+    _join_content(message, where)
+    return Turn(message, learned)
+
+
+def _join_content(message: dict, where: str) -> None:
+    """Make a text of a content in parts."""
+    content = message.get("content", "" if message.get("tool_calls") else None)
+    if isinstance(content, list):
+        try:
+            message["content"] = "".join(part["text"] for part in content)
+        except (TypeError, LookupError):
+            raise ValueError(
+                f"{where}.content has a part that is no text: the model learns parts of "
+                "text only"
+            ) from None
+    elif not isinstance(content, str):
+        raise ValueError(
+            f"{where} has {type(content).__name__} as its content: give a string, or tool_calls"
+        )
+
+
+def _add_calls(message: dict, where: str) -> None:
+    """Give the message its calls of functions as chat templates take them: arguments as
+    an object, not as JSON."""
+    made = []
+    try:
+        calls = message.pop("tool_calls", [])
+        # one call, or in ShareGPT perhaps several, as JSON
+        if "function_call" in message:
+            one = _parsed(message.pop("function_call"))
+            calls = calls + (one if isinstance(one, list) else [one])
+        for call in calls:
+            function = call.get("function") or call
+            arguments = _parsed(function["arguments"])
+            function = {"name": function["name"], "arguments": arguments}
+            made.append({**call, "type": "function", "function": function})
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ValueError(
+            f"{where}: a call of a function must have name and arguments, in JSON"
+        ) from error
+    if made:
+        message["tool_calls"] = made
+
+
+def _parsed(value: Any) -> Any:
+    return json.loads(value or "{}") if isinstance(value, str) else value
+
+
+def tools_of(record: dict) -> list[dict] | None:
+    """The functions that are described to the model, as chat templates take them."""
+    tools = []
+    try:
+        for tool in _parsed(record.get("tools") or record.get("functions") or []):
+            if "function" not in tool:
+                tool = {"type": "function", "function": tool}
+            tools.append(tool)
+    except (ValueError, TypeError) as error:
+        raise ValueError("tools must be a list of descriptions in JSON") from error
+    return tools or None
+
+
+def prompts_and_answers(record: dict) -> list[tuple[str, str]]:
+    """The texts of a plain form. Instructions are put into the words of Stanford's
+    Alpaca."""
+    completion = record.get("completion") is not None and "prompt" in record
+    if not completion and (record.get("output") is None or "instruction" not in record):
+        keys = ", ".join(record) or "none"
+        raise ValueError(f"it has the keys {keys}: give {_FORMS}")
+    for key in ("system", "history", "tools") if completion else ("tools",):
+        if record.get(key):
+            raise ValueError(
+                f"{key} has no effect on this form: give messages, or leave it out"
+            )
+    if completion:
+        turns = [(record["prompt"], record["completion"])]
+    else:
+        turns = [*(record.get("history") or []), _instruction(record)]
+    for turn in turns:
+        if list(map(type, turn)) != [str, str]:
+            raise ValueError(f"{turn} are not two strings, a prompt and its answer")
+    if completion:
+        return turns
+    begin = record.get("system")
+    if not begin:
+        begin = _ALPACA.format(_PAIRED if record.get("input") else "")
+    pairs = []
+    for question, answer in turns:
+        prompt = "\n\n### Instruction:\n" + question + "\n\n### Response:\n"
+        pairs.append((begin + prompt, answer))
+        begin = ""
+    return pairs
+
+
+def _instruction(record: dict) -> tuple[str, str]:
+    text = record["instruction"]
+    if record.get("input"):
+        text += "\n\n### Input:\n" + record["input"]
+    return text, record["output"]
