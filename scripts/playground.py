@@ -47,6 +47,7 @@ PACKAGE = (
     "engine/trace_file.py",
     "tools/timelines/*.py",
     "tools/planner/**/*.py",
+    "tools/planner/descriptions/*.toml",
 )
 OTHER = Path(annotated_types.__file__)
 SIZES = [{"stages": d, "microbatches": m} for d in (2, 4, 8) for m in (4, 8, 16)]

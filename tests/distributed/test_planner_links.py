@@ -30,16 +30,21 @@ def test_links_of_two_ranks():
     first, second = run_world(2, links, timeout=60)
     assert first == second  # every rank knows what any has measured
     (inside, no_between), (no_inside, between) = first
-    assert no_between is None and no_inside is None
+    assert no_between is None
+    assert no_inside is None
     for link in (inside, between):
-        assert link.measured and link.gb_s > 0 and link.latency_us > 0
+        assert link.measured
+        assert link.gb_s > 0
+        assert link.latency_us > 0
     # all ranks of the server are a pair
-    assert inside.message_gb_s > 0 and not inside.pair_gb_s
+    assert inside.message_gb_s > 0
+    assert not inside.pair_gb_s
 
 
 def profile(rank: int, path: str) -> tuple[int, str]:
     """The number of blocks that the rank measured, and what it printed."""
-    measured, measure_block = [], blocks.measure_block
+    measured = []
+    measure_block = blocks.measure_block
     blocks.measure_block = lambda *values: (
         measured.append(measure_block(*values)) or measured[-1]
     )

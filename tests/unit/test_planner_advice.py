@@ -25,7 +25,8 @@ class Found:
             model.preset("gpt-355m"),
             replace(cluster.preset("p3.16xlarge", 1), device=device),
         )
-        self.space, self.pairs = Space(16, schedules=("2bw",)), pairs
+        self.space = Space(16, schedules=("2bw",))
+        self.pairs = pairs
 
     def __iter__(self):
         return iter(self.pairs)

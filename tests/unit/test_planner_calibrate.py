@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pytest import approx
 
 from megatron_2bw.base.errors import UserError
 from megatron_2bw.tools.planner.cost.simulated import Cost
@@ -29,10 +30,8 @@ from megatron_2bw.tools.planner.measure.runs import (
 )
 
 PRESET = clusters.preset("dgx-a100-80", 1)
-SMALL, LARGE = (
-    Model("small", 12, 1024, 16, sequence=1024),
-    Model("large", 24, 4096, 32, sequence=2048),
-)
+SMALL = Model("small", 12, 1024, 16, sequence=1024)
+LARGE = Model("large", 24, 4096, 32, sequence=2048)
 # tensor, depth, width, microbatch, microbatches of a batch, recompute, schedule
 SHAPES = [
     (1, 1, 8, 4, 4, "none", "megatron"),
@@ -102,20 +101,20 @@ def test_a_known_cluster_is_recovered():
     )
     runs = runs_on(truth)
     before = errors(PRESET, runs)
-    assert len(runs) == 12 and sum(before) / len(before) > 0.1
+    assert len(runs) == 12
+    assert sum(before) / len(before) > 0.1
     fitted = calibrate(PRESET, runs)
     found = errors(fitted, runs)
-    assert sum(found) / len(found) < 0.01 and max(found) < 0.03
-    assert fitted.device.gemm_efficiency == pytest.approx(
+    assert sum(found) / len(found) < 0.01
+    assert max(found) < 0.03
+    assert fitted.device.gemm_efficiency == approx(
         truth.device.gemm_efficiency, rel=0.05
     )
-    assert fitted.device.layer_launch_us == pytest.approx(
+    assert fitted.device.layer_launch_us == approx(
         truth.device.layer_launch_us, rel=0.05
     )
-    assert (
-        fitted.device.calibration == "fitted to 12 measured runs"
-        and fitted.name == PRESET.name
-    )
+    assert fitted.device.calibration == "fitted to 12 measured runs"
+    assert fitted.name == PRESET.name
     # Runs that it has not seen: other microbatches, another depth.
     others = [
         (1, 2, 4, 2, 4, "none", "2bw"),
@@ -159,18 +158,20 @@ def test_one_wrong_row_has_little_weight():
         for index, run in enumerate(runs)
     ]
     found = errors(calibrate(PRESET, wrong), runs)
-    assert sum(found) / len(found) < 0.02 and max(found) < 0.06
+    assert sum(found) / len(found) < 0.02
+    assert max(found) < 0.06
 
 
 def test_cross_validation_predicts_each_run_by_the_others():
     runs = runs_on(changed(PRESET, gemm_efficiency=0.8), SHAPES[:9])
     found = cross_validated(PRESET, runs, parts=3)
-    assert len(found) == len(runs) and max(map(abs, found)) < 0.05
+    assert len(found) == len(runs)
+    assert max(map(abs, found)) < 0.05
     alone = next(index for index, run in enumerate(runs) if run.plan.gpus == 16)
     runs[alone] = replace(runs[alone], seconds=2 * runs[alone].seconds)
     found = cross_validated(PRESET, runs, parts=3)
     # it did not take part in its own fit
-    assert found[alone] == pytest.approx(-0.5, abs=0.06)
+    assert found[alone] == approx(-0.5, abs=0.06)
     assert (
         errors(calibrate(PRESET, runs[alone : alone + 1]), runs[alone : alone + 1])[0]
         < 0.4
@@ -181,7 +182,7 @@ def test_memory_is_compared_where_it_was_measured():
     runs = runs_on(PRESET)[:3]
     cost = Cost(runs[1].model, PRESET, "bf16", False)
     runs[1] = replace(runs[1], memory=cost.memory.heaviest(runs[1].plan) / 2**30 / 1.1)
-    assert memory_errors(PRESET, runs) == pytest.approx([0.1])
+    assert memory_errors(PRESET, runs) == approx([0.1])
 
 
 # --- the table of runs
@@ -282,7 +283,9 @@ def test_a_row_holds_any_plan(tmp_path):
         recompute_layers=2,
     )
     assert run.plan == Plan(1, 4, 2, 2, 8, "full", **ends, **choices)
-    assert run.memory == 1.5 and not run.model.tied and run.model.bias
+    assert run.memory == 1.5
+    assert not run.model.tied
+    assert run.model.bias
     assert [other.plan.gpipe_round for other in others] == [4, None, None]
     assert [other.plan.schedule for other in others] == [
         "gpipe",
@@ -393,17 +396,16 @@ def test_the_log_of_a_run_is_a_run(tmp_path):
         attention_backend="AttnBackend.unfused",
         add_bias_linear=True,
     )
-    assert not read_log(scores).flash and read_log(scores).model.bias
+    assert not read_log(scores).flash
+    assert read_log(scores).model.bias
     # A layout, context parallelism, some layers again, gradients in 16 bits.
     names = dict(
         pipeline_model_parallel_layout="Et*4|t*3|t*2|tL", context_parallel_size=2
     )
     run = read_log(log(tmp_path / "a.log", **ends, **names))
-    assert (
-        run.plan.stages == (4, 3, 2, 1)
-        and run.plan.context == 2
-        and run.plan.gpus == 16
-    )
+    assert run.plan.stages == (4, 3, 2, 1)
+    assert run.plan.context == 2
+    assert run.plan.gpus == 16
     block = dict(
         recompute_granularity="full", recompute_method="block", recompute_num_layers=2
     )
@@ -421,7 +423,8 @@ def test_the_records_of_all_ranks_are_a_run(tmp_path):
     path = log(tmp_path / "run" / "job.out")
     output = tmp_path / "run" / "saved" / "output"
     output.mkdir(parents=True)
-    run, lines = read_log(path), path.read_text().splitlines()
+    run = read_log(path)
+    lines = path.read_text().splitlines()
     path.write_text("\n".join(line for line in lines if "iteration" in line))
     (output / "rank-0.txt").write_text(
         "\n".join(line for line in lines if "iteration" not in line)

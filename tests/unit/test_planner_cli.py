@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from megatron_2bw.base.errors import UserError
+from megatron_2bw.mcore.log_lines import TFLOPS
 from megatron_2bw.tools.planner.descriptions import cluster as clusters
 from megatron_2bw.tools.planner.descriptions.cluster import Cluster, Device, Link
 from megatron_2bw.tools.planner.descriptions.cluster_file import from_yaml, to_yaml
@@ -113,7 +114,8 @@ def write(tmp_path):
 
 def refused(ended: Ended, *words: str, command: str = "") -> None:
     """The call has ended with status 2 and one line that has the words."""
-    assert ended.status == 2 and len(ended.errors) == 1, ended
+    assert ended.status == 2, ended
+    assert len(ended.errors) == 1, ended
     assert ended.errors[0].startswith(f"megatron-2bw plan{command}: error: ")
     assert all(word in ended.errors[0] for word in words), ended.errors[0]
 
@@ -133,7 +135,8 @@ def test_a_plan_is_printed_and_files_that_are_asked_for_appear(call, tmp_path):
         "--top 3",
         *[word for name, path in paths.items() for word in (f"--{name}", path)],
     )
-    assert ended.status == 0 and ended.errors == []
+    assert ended.status == 0
+    assert ended.errors == []
     table = ended.out.split("\n\n")[1].splitlines()
     # The three are a tie.
     assert [line.split()[0] for line in table if re.match(r"\s*(1=|[123])\s+\S", line)][
@@ -142,14 +145,11 @@ def test_a_plan_is_printed_and_files_that_are_asked_for_appear(call, tmp_path):
     assert {*tmp_path.iterdir()} == {*paths.values()}
     written = json.loads(paths["json"].read_text())
     flags = ended.out.split("Flags of the first plan:\n")[1].split()
-    assert (
-        flags == [*written["run"]["model"], *written["plans"][0]["flags"]]
-        and len(written["plans"]) == 3
-    )
+    assert flags == [*written["run"]["model"], *written["plans"][0]["flags"]]
+    assert len(written["plans"]) == 3
     assert written["model"]["layers"] == 4
-    assert "torchrun" in paths["script"].read_text() and os.access(
-        paths["script"], os.X_OK
-    )
+    assert "torchrun" in paths["script"].read_text()
+    assert os.access(paths["script"], os.X_OK)
     assert "#SBATCH" in paths["sbatch"].read_text()
     assert [path.name for path in paths["report"].iterdir()] == ["index.html"]
 
@@ -182,9 +182,8 @@ def test_a_plan_is_printed_and_files_that_are_asked_for_appear(call, tmp_path):
 )
 def test_choices_are_kept_to(words, expected, plans):
     found = plans(TINY, FOUR, "--top 20", words)
-    assert {
-        field: {plan[field] for plan in found} for field in expected
-    } == expected and len(found) > 1
+    assert {field: {plan[field] for plan in found} for field in expected} == expected
+    assert len(found) > 1
 
 
 def test_further_choices(plans, write, tmp_path):
@@ -212,7 +211,8 @@ def test_gpus_stay_idle_where_fewer_are_faster(call):
         "--max-global-batch-size 5"
     )
     ended = call(words, "--tensor-model-parallel-size 1 --no-uneven-stages --top 1")
-    assert ended.status == 0 and ended.errors[0].startswith(
+    assert ended.status == 0
+    assert ended.errors[0].startswith(
         "1 of 6 GPUs stay idle: 5 are faster (--servers 1 --gpus-per-server 5)"
     )
     assert "on 5 GPUs" in ended.out
@@ -236,11 +236,9 @@ def test_plans_leave_memory_free_if_any_does(call, plans):
         ("928", "no plan fits by the estimate; these are at most 10 % "),
     ):
         ended = call(words, "--seq-length", length)
-        assert (
-            ended.status == 0
-            and len(ended.errors) == 1
-            and ended.errors[0].startswith(said)
-        )
+        assert ended.status == 0
+        assert len(ended.errors) == 1
+        assert ended.errors[0].startswith(said)
     assert call(words, "--seq-length 2048").status == 1
 
 
@@ -263,6 +261,20 @@ def test_the_network_by_its_rate():
         assert asdict(clusters.network(rate)) == pytest.approx(asdict(expected))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Tesla V100-SXM2-16GB",
+        "NVIDIA A100-SXM4-40GB",
+        "NVIDIA H100 80GB HBM3",
+        "NVIDIA H200",
+    ],
+)
+def test_the_peak_that_a_run_logs_is_the_planners(name):
+    peaks = [peak for pattern, peak in TFLOPS.items() if re.match(pattern, name)]
+    assert peaks == [clusters.known_gpu(name).tflops]
+
+
 def test_a_cluster_of_cpus_is_planned_in_32_bits(call, write):
     host = DESCRIBED | {
         "servers": 1,
@@ -270,11 +282,9 @@ def test_a_cluster_of_cpus_is_planned_in_32_bits(call, write):
     }
     words = (TINY, "--max-global-batch-size 16 --top 1 --cluster", write(host))
     ended = call(*words)
-    assert (
-        ended.status == 0
-        and "fp32, sequences of 128" in ended.out
-        and "--bf16" not in ended.out
-    )
+    assert ended.status == 0
+    assert "fp32, sequences of 128" in ended.out
+    assert "--bf16" not in ended.out
     assert "--bf16" in call(*words, "--precision bf16").out
 
 
@@ -285,17 +295,13 @@ def test_a_sequence_that_does_not_fit_is_named_with_one_that_fits(call):
     )
     words = f"{where} --schedules 2bw --seq-length"
     ended = call(words, "131072")
-    assert (
-        ended.status == 1
-        and ended.errors == []
-        and "Nothing fits with --seq-length 131072. " in ended.out
-    )
+    assert ended.status == 1
+    assert ended.errors == []
+    assert "Nothing fits with --seq-length 131072. " in ended.out
     shorter = int(re.search(r"or --seq-length (\d+), with 2bw", ended.out)[1])
-    assert (
-        shorter < 131072
-        and call(words, f"{shorter}").status == 0
-        and call(words, f"{2 * shorter}").status == 1
-    )
+    assert shorter < 131072
+    assert call(words, f"{shorter}").status == 0
+    assert call(words, f"{2 * shorter}").status == 1
 
 
 def test_parts_of_sequences_are_planned_on_request_and_where_nothing_else_fits(call):
@@ -305,32 +311,32 @@ def test_parts_of_sequences_are_planned_on_request_and_where_nothing_else_fits(c
     )
     words += "--pipeline-model-parallel-size 1 --schedules 2bw"
     found = call(words, "--seq-length 131072")
-    assert (
-        found.status == 0
-        and len(found.errors) == 1
-        and "without context parallelism" in found.errors[0]
-    )
-    assert (
-        re.search("--context-parallel-size [248]", found.out)
-        and "c, e: context-" in found.out
-    )
+    assert found.status == 0
+    assert len(found.errors) == 1
+    assert "without context parallelism" in found.errors[0]
+    assert re.search("--context-parallel-size [248]", found.out)
+    assert "c, e: context-" in found.out
     assert call(words, "--seq-length 131072 --context-parallel-size 1").status == 1
     assert "--context-parallel-size " not in call(words, "--seq-length 4096").out
     asked = call(words, "--seq-length 4096 --context-parallel-size 2")
-    assert asked.errors == [] and "--context-parallel-size 2" in asked.out
+    assert asked.errors == []
+    assert "--context-parallel-size 2" in asked.out
 
 
 def test_a_measured_profile(call, write, tmp_path):
     PROFILE.save(tmp_path / "profile.json")
     given = ("--profile", tmp_path / "profile.json")
     ended = call(PROFILED, FOUR, *given, "--top 1")
-    assert ended.status == 0 and "compute: MEASURED, " in ended.out
+    assert ended.status == 0
+    assert "compute: MEASURED, " in ended.out
     # it was measured in 32 bits
-    assert "--bf16" not in ended.out and "--fp16" not in ended.out
+    assert "--bf16" not in ended.out
+    assert "--fp16" not in ended.out
     # beside the file that names it
     path = write(DESCRIBED | {"profile": "profile.json"})
     ended = call(PROFILED, "--max-global-batch-size 16 --top 1 --cluster", path)
-    assert ended.status == 0 and "compute: MEASURED, " in ended.out
+    assert ended.status == 0
+    assert "compute: MEASURED, " in ended.out
     refused(call("--model gpt-355m", FOUR, *given), "--profile", "--hidden-size", "64")
     refused(call(PROFILED, FOUR, *given, "--precision bf16"), "--precision", "fp32")
     refused(
@@ -426,9 +432,8 @@ def test_a_yaml_file_is_the_cluster_that_it_describes(write):
         Link(10, 20, rails=4),
     )
     named = from_yaml(write(changed(name=None, gpu="H100-80GB")))
-    assert named.device == clusters.PRESETS["dgx-h100"].device and named.name.endswith(
-        "cluster.yaml"
-    )
+    assert named.device == clusters.PRESETS["dgx-h100"].device
+    assert named.name.endswith("cluster.yaml")
 
 
 @pytest.mark.parametrize(
@@ -441,10 +446,8 @@ def test_a_yaml_file_is_the_cluster_that_it_describes(write):
 )
 def test_a_described_gpu_of_a_known_name_has_the_rest_of_that_one(gpu, known, write):
     entries = {"name": gpu, "memory_gib": 70, "tflops": 300}
-    found, of = (
-        from_yaml(write(DESCRIBED | {"gpu": entries})).device,
-        clusters.GPUS[known],
-    )
+    found = from_yaml(write(DESCRIBED | {"gpu": entries})).device
+    of = clusters.GPUS[known]
     assert found == replace(
         of,
         **entries,
@@ -473,7 +476,8 @@ def test_a_cluster_comes_back_from_its_file(cluster, tmp_path):
 
 def test_servers_of_different_gpus(call, write, tmp_path):
     cluster = from_yaml(write(MIXED))
-    assert cluster.servers == 3 and [device.name for device in cluster.devices] == [
+    assert cluster.servers == 3
+    assert [device.name for device in cluster.devices] == [
         "fast",
         "slow",
         "slow",
@@ -483,10 +487,8 @@ def test_servers_of_different_gpus(call, write, tmp_path):
         32,
         "fast and slow",
     )
-    assert (
-        cluster.part(1, 2).device == cluster.devices[0]
-        and cluster.part(1, 2).devices == ()
-    )
+    assert cluster.part(1, 2).device == cluster.devices[0]
+    assert cluster.part(1, 2).devices == ()
     to_yaml(cluster, tmp_path / "again.yaml")
     assert from_yaml(tmp_path / "again.yaml") == cluster
     words = (
@@ -496,7 +498,8 @@ def test_servers_of_different_gpus(call, write, tmp_path):
     one = (words, "--pipeline-model-parallel-size 6 --cluster", write(MIXED))
     found = call(*one, "--json", tmp_path / "plan.json")
     plan = json.loads((tmp_path / "plan.json").read_text())["plans"][0]
-    assert sum(plan["layers"]) == 24 and plan["layers"][1] > plan["layers"][2]
+    assert sum(plan["layers"]) == 24
+    assert plan["layers"][1] > plan["layers"][2]
     layout = "E" + "|".join(f"t*{layers}" for layers in plan["layers"]) + "L"
     # as a shell takes it
     assert f"--pipeline-model-parallel-layout '{layout}'" in found.out
@@ -517,14 +520,11 @@ def simulated(capsys, *words: str) -> list[str]:
 def test_a_schedule_is_drawn(capsys, tmp_path):
     lines = simulated(capsys, "--out", str(tmp_path / "timeline.png"))
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    assert lines[
-        0
-    ] == "2bw, 4 stages, 4 microbatches a batch" and "W(v)" not in "".join(lines)
+    assert lines[0] == "2bw, 4 stages, 4 microbatches a batch"
+    assert "W(v)" not in "".join(lines)
     narrow = simulated(capsys, "--columns", "40", "--versions")
-    assert (
-        "W(v)" in "".join(narrow)
-        and max(len(line) for line in narrow if line.startswith("stage")) <= 40
-    )
+    assert "W(v)" in "".join(narrow)
+    assert max(len(line) for line in narrow if line.startswith("stage")) <= 40
 
 
 @pytest.mark.parametrize("words", ["--microbatches 3", "--extra-warmup 1,1"])
@@ -557,19 +557,17 @@ RUNS = """layers,hidden,heads,sequence,tensor,depth,width,microbatch,global_batc
 
 
 def test_calibrate_writes_a_cluster_that_plans(call, write, tmp_path):
-    runs, out = write(RUNS, "runs.csv"), tmp_path / "fitted.yaml"
+    runs = write(RUNS, "runs.csv")
+    out = tmp_path / "fitted.yaml"
     words = ("calibrate", runs, "--cluster dgx-a100-80")
     ended = call(*words, "--rows 2 --out", out)
-    assert ended.status == 0 and ended.errors == []
-    assert (
-        ended.out.startswith("fitted to 2 of 3 runs: ")
-        and "mean absolute error of the other 1: " in ended.out
-    )
+    assert ended.status == 0
+    assert ended.errors == []
+    assert ended.out.startswith("fitted to 2 of 3 runs: ")
+    assert "mean absolute error of the other 1: " in ended.out
     fitted = from_yaml(out)
-    assert (
-        fitted.name == "dgx-a100-80, calibrated"
-        and fitted.device.calibration == "fitted to 2 measured runs"
-    )
+    assert fitted.name == "dgx-a100-80, calibrated"
+    assert fitted.device.calibration == "fitted to 2 measured runs"
     assert fitted.device != clusters.PRESETS["dgx-a100-80"].device
     assert call(TINY, "--max-global-batch-size 16 --top 1 --cluster", out).status == 0
     assert "error of the other 3" in call(*words, "--rows 0").out

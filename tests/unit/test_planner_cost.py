@@ -9,6 +9,7 @@ from dataclasses import astuple, replace
 
 import pytest
 from hypothesis import given
+from pytest import approx
 
 from megatron_2bw.tools.planner.cost.communication import (
     START,
@@ -24,7 +25,7 @@ from megatron_2bw.tools.planner.cost.memory import LINK, PAIR
 from megatron_2bw.tools.planner.cost.simulated import Cost
 from megatron_2bw.tools.planner.descriptions.cluster import Cluster, Device, Link
 from megatron_2bw.tools.planner.descriptions.model import Model
-from megatron_2bw.tools.planner.descriptions.plan import RECOMPUTE, Plan
+from megatron_2bw.tools.planner.descriptions.plan import Plan
 from megatron_2bw.tools.planner.descriptions.profile import BlockTime, Profile
 from tests.unit.test_planner_search import SCHEDULED, planned, property_of
 
@@ -36,6 +37,8 @@ SHARES = dict(gemm_efficiency=0.5, memory_efficiency=0.5)
 DEVICE = Device("round", 80, 2.0, 200, tflops_fp32=1.0, units=1, **SHARES, **HOST)
 CLUSTER = Cluster("round", 2, 8, DEVICE, Link(100, 10), Link(25, 50))
 PLAN = Plan(1, 4, 2, 2, 8)
+QUARTER = dict(tensor=4, depth=2, width=2)
+HIDDEN = 2 * 512 * 1024 * 2  # bytes of a message
 
 
 # --- where ranks lie
@@ -73,10 +76,8 @@ def leaving(pipelines: list[list[int]], stage: int, per_server: int) -> int:
     """Messages from `stage` to the next one that leave the same server, at most."""
     counts: dict[int, int] = {}
     for ranks in pipelines:
-        source, target = (
-            ranks[stage] // per_server,
-            ranks[(stage + 1) % len(ranks)] // per_server,
-        )
+        source = ranks[stage] // per_server
+        target = ranks[(stage + 1) % len(ranks)] // per_server
         if source != target:
             counts[source] = counts.get(source, 0) + 1
     return max(counts.values(), default=0)
@@ -140,10 +141,8 @@ def test_servers_that_sizes_do_not_divide(inside, per_server):
     for tensor, depth, width in itertools.product((1, 2), (2, 3, 4, 6), (1, 2, 3)):
         if per_server % tensor:
             continue  # legality leaves tensor groups that straddle servers to the user
-        made, place = (
-            groups(tensor, depth, width, inside),
-            layout(tensor, depth, width, inside, per_server),
-        )
+        made = groups(tensor, depth, width, inside)
+        place = layout(tensor, depth, width, inside, per_server)
         assert list(place.boundaries) == [
             leaving(made["pp"], stage, per_server) for stage in range(depth)
         ]
@@ -157,43 +156,37 @@ def test_servers_that_sizes_do_not_divide(inside, per_server):
 
 
 def test_all_reduces_by_hand():
-    size = 8e9
-    assert all_reduce(CLUSTER, Group(1, 1, 1), size) == 0
     # Inside a server a ring: 2 · 7/8 of 8 GB at 100 GB/s, 14 steps of 10 µs, and the
-    # start of a collective.
+    # start of a collective. Of one rank of each server: the network has it alone (25
+    # GB/s), and a tree has 2 log₂ 4 steps of 50 µs. With both the slower link decides,
+    # the latencies add.
     begin = START * 1e-6
-    assert all_reduce(CLUSTER, Group(8, 1, 1), size) == pytest.approx(
-        14 / 100 + 14 * 10e-6 + begin, rel=1e-9
-    )
-    # One of each server: the network has it alone (25 GB/s), and a tree has 2 log₂ 4
-    # steps of 50 µs.
-    assert all_reduce(CLUSTER, Group(4, 4, 1), size) == pytest.approx(
-        12 / 25 + 4 * 50e-6
-    )
-    assert all_reduce(CLUSTER, Group(4, 4, 8), size) == pytest.approx(
-        12 / 25 * 8 + 4 * 50e-6
-    )
-    # Both: the slower link decides, the latencies add.
     latency = (14 * 10 + 2 * 50) * 1e-6 + begin
-    assert all_reduce(CLUSTER, Group(16, 2, 1), size) == pytest.approx(
-        15 / 25 + latency
-    )
     fast = replace(CLUSTER, between=Link(1000, 50))
-    assert all_reduce(fast, Group(16, 2, 1), size) == pytest.approx(15 / 100 + latency)
-    # An all-gather has half of the bytes; of the 15 steps of its ring one is between
-    # the servers.
-    ring = (14 * 10 + 50) * 1e-6 + begin
-    assert half(CLUSTER, Group(16, 2, 1), size) == pytest.approx(
-        7.5 / 25 + ring, rel=1e-9
-    )
+    for cluster, group, seconds in (
+        (CLUSTER, (1, 1, 1), 0),
+        (CLUSTER, (8, 1, 1), 14 / 100 + 14 * 10e-6 + begin),
+        (CLUSTER, (4, 4, 1), 12 / 25 + 4 * 50e-6),
+        (CLUSTER, (4, 4, 8), 12 / 25 * 8 + 4 * 50e-6),
+        (CLUSTER, (16, 2, 1), 15 / 25 + latency),
+        (fast, (16, 2, 1), 15 / 100 + latency),
+    ):
+        assert all_reduce(cluster, Group(*group), 8e9) == approx(seconds, rel=1e-9)
+    cpus = replace(CLUSTER, device=replace(DEVICE, name="cpu"))
+    assert all_reduce(cpus, Group(8, 1, 1), 8) == approx(14 * 10e-6)
+
+
+def test_all_gathers_by_hand():
+    # They have half of the bytes; of the 15 steps of a ring one is between the servers.
+    ring = (14 * 10 + 50 + START) * 1e-6
+    assert half(CLUSTER, Group(16, 2, 1), 8e9) == approx(7.5 / 25 + ring, rel=1e-9)
     # over 16 servers or more; geometric before
     shared = replace(CLUSTER, between=Link(25, 0, many_gb_s=6.4))
-    for n, rate in ((2, 25), (4, 15.874), (16, 6.4), (64, 6.4)):
-        assert half(shared, Group(n, n, 1), size) == pytest.approx(
-            (n - 1) / n * size / rate / 1e9, rel=1e-4
+    for servers, rate in ((2, 25), (4, 15.874), (16, 6.4), (64, 6.4)):
+        seconds = (servers - 1) / servers * 8 / rate
+        assert half(shared, Group(servers, servers, 1), 8e9) == approx(
+            seconds, rel=1e-4
         )
-    cpus = replace(CLUSTER, device=replace(DEVICE, name="cpu"))
-    assert all_reduce(cpus, Group(8, 1, 1), 8) == pytest.approx(14 * 10e-6)
 
 
 def test_megatron_overlaps_all_buckets_but_one():
@@ -210,7 +203,7 @@ def test_megatron_overlaps_all_buckets_but_one():
             (1e9, whole / buckets),
             (whole / 9, whole - whole / 9 * (buckets - 1) / buckets),
         ):
-            assert cost._exposed(plan, 0, own, hidden) == pytest.approx(shown)
+            assert cost._exposed(plan, 0, own, hidden) == approx(shown)
 
 
 def test_a_ring_of_fewer_gpus_of_a_server_has_its_own_rate():
@@ -218,13 +211,12 @@ def test_a_ring_of_fewer_gpus_of_a_server_has_its_own_rate():
     rates = {2: 20, 3: 50, 4: 50, 5: 100, 8: 100}
     for ranks, rate in rates.items():
         seconds = 2 * (ranks - 1) / ranks * 8 / rate + START * 1e-6
-        assert all_reduce(mesh, Group(ranks, 1, 1), 8e9) == pytest.approx(
-            seconds, rel=1e-9
-        )
+        assert all_reduce(mesh, Group(ranks, 1, 1), 8e9) == approx(seconds, rel=1e-9)
         assert all_reduce(mesh, Group(2 * ranks, 2, 1), 1) < all_reduce(
             CLUSTER, Group(2 * ranks, 2, 1), 1
         )
-    assert message(mesh, 0, 8e9) == (0.4, 0.4) and message(CLUSTER, 0, 8e9)[1] == 0.08
+    assert message(mesh, 0, 8e9) == (0.4, 0.4)
+    assert message(CLUSTER, 0, 8e9)[1] == 0.08
     even = replace(CLUSTER, inside=Link(100, 0))
     assert all_reduce(mesh, Group(4, 2, 1), 8e9) > all_reduce(even, Group(4, 2, 1), 8e9)
 
@@ -233,25 +225,25 @@ def test_rails():
     """A server with 8 cards: a message takes one; a group with 8 ranks a server takes
     all."""
     railed = replace(CLUSTER, between=Link(160, 20, rails=8))
-    # 20 GB/s of one card
-    assert message(railed, 1, 2e9) == pytest.approx((0.1 + 20e-6, 0.1))
-    # each has a card of its own
-    assert message(railed, 8, 2e9) == pytest.approx((0.1 + 20e-6, 0.1))
-    # two share one
-    assert message(railed, 16, 2e9) == pytest.approx((0.2 + 20e-6, 0.2))
+    # inside; 20 GB/s of one card; each has a card of its own; two share one
+    for leaving, seconds, latency in (
+        (0, 0.02, 10e-6),
+        (1, 0.1, 20e-6),
+        (8, 0.1, 20e-6),
+        (16, 0.2, 20e-6),
+    ):
+        assert message(railed, leaving, 2e9) == approx((seconds + latency, seconds))
     # without cards that are counted all share
-    assert message(CLUSTER, 8, 2e9)[1] == pytest.approx(8 * 2 / 25)
-    begin = START * 1e-6
-    assert message(railed, 0, 2e9) == pytest.approx((0.02 + 10e-6, 0.02))  # inside
-    assert all_reduce(railed, Group(2, 2, 1), 2e9) == pytest.approx(0.1 + 2 * 20e-6)
-    assert all_reduce(railed, Group(2, 2, 8), 2e9) == pytest.approx(0.1 + 2 * 20e-6)
+    assert message(CLUSTER, 8, 2e9)[1] == approx(8 * 2 / 25)
     within = replace(railed, inside=Link(1000, 10))
-    assert all_reduce(within, Group(16, 2, 1), 2e9) == pytest.approx(
-        15 / 8 * 2 / 160 + 180e-6 + begin, rel=1e-9
-    )
-    assert all_reduce(within, Group(8, 2, 2), 2e9) == pytest.approx(
-        14 / 8 * 2 / 80 + 100e-6 + begin, rel=1e-9
-    )
+    begin = START * 1e-6
+    for cluster, group, seconds in (
+        (railed, (2, 2, 1), 0.1 + 2 * 20e-6),
+        (railed, (2, 2, 8), 0.1 + 2 * 20e-6),
+        (within, (16, 2, 1), 15 / 8 * 2 / 160 + 180e-6 + begin),
+        (within, (8, 2, 2), 14 / 8 * 2 / 80 + 100e-6 + begin),
+    ):
+        assert all_reduce(cluster, Group(*group), 2e9) == approx(seconds, rel=1e-9)
 
 
 # --- compute
@@ -272,45 +264,42 @@ LAST_BACKWARD = 2**15 * (3072 + 1024 + 4096 + 1024 + 4 * 1024)
 FILLED_BACK = 2 * FILL * (2**10 * (1024 + 1024 + 1024 + 4096) + 12 * 2**20)
 
 
+def compute(model: Model = GPT, precision="bf16", flash=True, **cluster) -> Compute:
+    return Compute(model, replace(CLUSTER, **cluster), precision, flash)
+
+
 def layer(
     device: Device = DEVICE, precision="bf16", flash=True, model: Model = GPT, **plan
 ) -> Work:
-    return Compute(model, replace(CLUSTER, device=device), precision, flash).layer(
-        replace(PLAN, **plan)
-    )
+    there = compute(model, precision, flash, device=device)
+    return there.layer(replace(PLAN, **plan))
 
 
 def test_a_layers_roofline_by_hand():
     work = layer()
-    assert work.forward == pytest.approx(
-        (ARITHMETIC + FILLED + LAST_FORWARD) / 1e12 + TRAFFIC / 1e11, rel=1e-12
-    )
-    back = 2 * ARITHMETIC + FILLED_BACK + LAST_BACKWARD
-    assert work.backward == pytest.approx(back / 1e12 + TRAFFIC / 1e11, rel=1e-12)
-    assert work.tensor == 0 and work.forward == pytest.approx(31.5e-3, rel=2e-2)
-    more = layer(device=replace(DEVICE, units=100))
-    assert more.forward - work.forward == pytest.approx(99 * LAST_FORWARD / 1e12)
+    forward = ARITHMETIC + FILLED + LAST_FORWARD
+    assert work.forward == approx(forward / 1e12 + TRAFFIC / 1e11, rel=1e-12)
+    backward = 2 * ARITHMETIC + FILLED_BACK + LAST_BACKWARD
+    assert work.backward == approx(backward / 1e12 + TRAFFIC / 1e11, rel=1e-12)
+    assert work.tensor == 0
+    assert work.forward == approx(31.5e-3, rel=2e-2)
+
+    def longer(**changes) -> float:
+        return layer(**changes).forward - work.forward
+
+    assert longer(device=replace(DEVICE, units=100)) == approx(99 * LAST_FORWARD / 1e12)
     stored = 2 * (5 * 16 * 512**2 * 2 - 65536) / 1e11
     # without the mask's half
-    assert layer(flash=False).forward - work.forward == pytest.approx(
-        SCORES / 1e12 + stored
-    )
-    assert layer(
-        model=replace(GPT, kind="bert")
-    ).forward - work.forward == pytest.approx(SCORES / 1e12)
+    assert longer(flash=False) == approx(SCORES / 1e12 + stored)
+    assert longer(model=replace(GPT, kind="bert")) == approx(SCORES / 1e12)
     # of the peak, 2 · 10¹²
     faster = layer(device=replace(DEVICE, attention_efficiency=0.75))
-    assert work.forward - faster.forward == pytest.approx(
-        SCORES / 1e12 - SCORES / 1.5e12
-    )
-    assert work.backward - faster.backward == pytest.approx(
-        2 * (work.forward - faster.forward)
-    )
-    single = layer(precision="fp32")  # half the peak, and 66 bytes instead of 34
-    twice = ARITHMETIC + FILLED + LAST_FORWARD
-    assert single.forward - work.forward == pytest.approx(
-        twice / 1e12 + 2 * 32 * 2**20 / 1e11
-    )
+    saved = work.forward - faster.forward
+    assert saved == approx(SCORES / 1e12 - SCORES / 1.5e12)
+    assert work.backward - faster.backward == approx(2 * saved)
+    # half the peak, and 66 bytes instead of 34
+    further = forward / 1e12 + 2 * 32 * 2**20 / 1e11
+    assert longer(precision="fp32") == approx(further)
 
 
 def test_the_host_bounds_a_short_layer():
@@ -318,77 +307,69 @@ def test_the_host_bounds_a_short_layer():
     assert astuple(layer(slow)) == (1.0, 1.5, 0.0)
     assert astuple(layer(slow, recompute="full")) == (1.0, 2.5, 0.0)
     work = layer(slow, tensor=2, depth=2, width=2)
-    assert (work.forward, work.backward) == pytest.approx((1.2, 1.8))
+    assert (work.forward, work.backward) == approx((1.2, 1.8))
     work = layer(slow, tensor=2, depth=2, width=2, sequence_parallel=True)
-    assert (work.forward, work.backward) == pytest.approx((1.4, 2.1))
+    assert (work.forward, work.backward) == approx((1.4, 2.1))
 
 
 def test_recompute_adds_a_forward_of_what_it_leaves_out():
-    none, selective, full = (
-        layer(recompute=recompute, flash=False) for recompute in RECOMPUTE
-    )
+    none = layer(flash=False)
+    selective = layer(recompute="selective", flash=False)
+    full = layer(recompute="full", flash=False)
     assert none.forward == selective.forward == full.forward
-    assert full.backward - none.backward == pytest.approx(none.forward, rel=1e-12)
+    assert full.backward - none.backward == approx(none.forward, rel=1e-12)
     scores = 4 * 2**10 * 2**9 * 2**10 / 1e12 + 2 * 5 * 16 * 512**2 * 2 / 1e11
-    assert selective.backward - none.backward == pytest.approx(scores, rel=1e-9)
-    none, full = (
-        layer(tensor=4, depth=2, width=2, recompute=recompute)
-        for recompute in ("none", "full")
-    )
-    assert full.backward - none.backward == pytest.approx(none.forward, rel=1e-12)
-    assert full.tensor == pytest.approx(1.5 * none.tensor) and none.tensor > 0
+    assert selective.backward - none.backward == approx(scores, rel=1e-9)
+    none = layer(**QUARTER)
+    full = layer(**QUARTER, recompute="full")
+    assert full.backward - none.backward == approx(none.forward, rel=1e-12)
+    assert full.tensor == approx(1.5 * none.tensor)
+    assert none.tensor > 0
 
 
 def test_tensor_parallelism_divides_a_layer_and_adds_two_all_reduces_a_pass():
-    whole, quarter = layer(), layer(tensor=4, depth=2, width=2)
-    pair = 2 * all_reduce(CLUSTER, Group(4, 1, 1), 2 * 512 * 1024 * 2)
-    assert quarter.tensor == pytest.approx(2 * pair)
+    quarter = layer(**QUARTER)
+    pair = 2 * all_reduce(CLUSTER, Group(4, 1, 1), HIDDEN)
+    assert quarter.tensor == approx(2 * pair)
     traffic = 2 * ((10 + 24 / 4) * 2**20 + 2**16 / 4)
-    more = 2**15 * (1024 + 256 + 1024 + 1024) + 2 * 2**10 * FILL * (
-        768 + 1024 + 1024 + 1024
-    )
-    assert quarter.forward == pytest.approx(
-        ARITHMETIC / 4e12 + traffic / 1e11 + more / 1e12 + pair, rel=1e-12
-    )
-    assert quarter.forward - pair < whole.forward / 2
-    parted = layer(tensor=4, depth=2, width=2, sequence_parallel=True)
-    assert parted.tensor == pytest.approx(
-        8 * half(CLUSTER, Group(4, 1, 1), 2 * 512 * 1024 * 2)
-    )
+    idle = 2**15 * (1024 + 256 + 1024 + 1024)
+    filled = 2 * 2**10 * FILL * (768 + 1024 + 1024 + 1024)
+    seconds = ARITHMETIC / 4e12 + traffic / 1e11 + (idle + filled) / 1e12 + pair
+    assert quarter.forward == approx(seconds, rel=1e-12)
+    assert quarter.forward - pair < layer().forward / 2
+    parted = layer(**QUARTER, sequence_parallel=True)
+    assert parted.tensor == approx(8 * half(CLUSTER, Group(4, 1, 1), HIDDEN))
     across = layer(tensor=16, depth=1, width=1)
-    assert across.tensor == pytest.approx(
-        4 * all_reduce(CLUSTER, Group(16, 2, 1), 2 * 512 * 1024 * 2)
-    )
+    assert across.tensor == approx(4 * all_reduce(CLUSTER, Group(16, 2, 1), HIDDEN))
 
 
 def test_experts_by_hand():
     """Of two experts, with all tokens each, and the router's product; on two ranks each
     has one."""
     mixture = replace(GPT, experts=2, bias=False)
-    whole, parted, dense = (
-        layer(model=mixture),
-        layer(model=mixture, expert=2),
-        layer(model=replace(GPT, bias=False)),
-    )
-    compute, tokens = Compute(mixture, CLUSTER, "bf16", True), 2**10
+    whole = layer(model=mixture)
+    parted = layer(model=mixture, expert=2)
+    dense = layer(model=replace(GPT, bias=False))
+    compute = Compute(mixture, CLUSTER, "bf16", True)
+    tokens = 2**10
     mlp = compute.product(tokens, 1024, 4096) + compute.product(tokens, 4096, 1024)
     # a second expert; what goes there and back; the router
     stored = tokens * (2 * (2 * 4096 + 2 * 2 * 1024) + 8 * 2)
     more = mlp + compute.product(tokens, 1024, 2) + 2 * stored / 1e11
-    assert whole.forward - dense.forward == pytest.approx(more) and whole.tensor == 0
+    assert whole.forward - dense.forward == approx(more)
+    assert whole.tensor == 0
     sent = all_to_all(CLUSTER, Group(2, 1, 1), 2 * tokens * 1024 * 2)
-    assert sent == pytest.approx(2 * tokens * 1024 / 1e11 + 10e-6 + START * 1e-6)
-    assert parted.tensor == pytest.approx(4 * sent)
+    assert sent == approx(2 * tokens * 1024 / 1e11 + 10e-6 + START * 1e-6)
+    assert parted.tensor == approx(4 * sent)
     # eight ranks send 8 GB each over 25 GB/s
     apart = all_to_all(CLUSTER, Group(16, 2, 1), 16e9)
-    assert apart == pytest.approx(8 * 8 / 25, rel=1e-3)
+    assert apart == approx(8 * 8 / 25, rel=1e-3)
     plan = Plan(1, 2, 8, 1, 4, expert=4, distributed_optimizer=True)
     stage = Cost(replace(mixture, experts=8), CLUSTER).memory.stage(plan, 1, 4)
-    each, rest = (
-        4 * 2 * (2 * 1024 * 4096),
-        4 * (4 * 1024**2 + 8 * 1024 + 2 * 2 * 1024) + 2 * 1024 + 50304 * 1024,
-    )
-    assert stage.weights == 4 * (each + rest) and stage.gradients == 8 * (each + rest)
+    each = 4 * 2 * (2 * 1024 * 4096)
+    rest = 4 * (4 * 1024**2 + 8 * 1024 + 2 * 2 * 1024) + 2 * 1024 + 50304 * 1024
+    assert stage.weights == 4 * (each + rest)
+    assert stage.gradients == 8 * (each + rest)
     assert stage.optimizer == 12 * (each / 2 + rest / 8)
 
 
@@ -409,71 +390,60 @@ PROFILE = Profile(
 
 
 def test_a_measured_profile_is_used():
-    compute = Compute(GPT, replace(CLUSTER, profile=PROFILE), "bf16", True)
-    assert compute.profile and not Compute(GPT, CLUSTER, "bf16", True).profile
-    assert astuple(compute.layer(PLAN)) == (1.5, 3.0, 0.0)  # between the two points
-    assert astuple(compute.layer(replace(PLAN, recompute="full"))) == (1.5, 4.5, 0.0)
-    quarter = replace(PLAN, tensor=4, depth=2, width=2)
-    pair = 2 * all_reduce(CLUSTER, Group(4, 1, 1), 2 * 512 * 1024 * 2)
-    assert compute.layer(quarter).forward == pytest.approx(1.5 / 4 + pair)
-    assert compute.layer(quarter).backward == pytest.approx(3.0 / 4 + pair)
-    assert compute.update(1e9, 1e9) == pytest.approx(1.0) and compute.update(
-        1e9, 25e7
-    ) == pytest.approx(0.25)
-    assert astuple(compute.output(PLAN)) == (8.0, 12.0, 0.0)
+    measured = compute(profile=PROFILE)
+    assert measured.profile
+    assert not compute().profile
+    assert astuple(measured.layer(PLAN)) == (1.5, 3.0, 0.0)  # between the two points
+    full = measured.layer(replace(PLAN, recompute="full"))
+    assert astuple(full) == (1.5, 4.5, 0.0)
+    quarter = replace(PLAN, **QUARTER)
+    pair = 2 * all_reduce(CLUSTER, Group(4, 1, 1), HIDDEN)
+    assert measured.layer(quarter).forward == approx(1.5 / 4 + pair)
+    assert measured.layer(quarter).backward == approx(3.0 / 4 + pair)
+    assert measured.update(1e9, 1e9) == approx(1.0)
+    assert measured.update(1e9, 25e7) == approx(0.25)
+    assert astuple(measured.output(PLAN)) == (8.0, 12.0, 0.0)
     # padded for four tensor ranks
-    assert compute.output(quarter).forward == pytest.approx(8.0 * 50688 / 50304 / 4)
-    fewer = Compute(
-        replace(GPT, vocab=12544), replace(CLUSTER, profile=PROFILE), "bf16", True
-    )
-    assert fewer.output(PLAN).forward == pytest.approx(8.0 * 12544 / 50304)
-    host = Compute(
-        GPT,
-        replace(CLUSTER, profile=PROFILE, device=replace(DEVICE, step_us=1e6)),
-        "bf16",
-        True,
-    )
+    assert measured.output(quarter).forward == approx(8.0 * 50688 / 50304 / 4)
+    fewer = compute(replace(GPT, vocab=12544), profile=PROFILE)
+    assert fewer.output(PLAN).forward == approx(8.0 * 12544 / 50304)
     # the loop around the optimizer is not in the profile
-    assert host.update(1e9, 1e9) == pytest.approx(2.0)
+    host = compute(profile=PROFILE, device=replace(DEVICE, step_us=1e6))
+    assert host.update(1e9, 1e9) == approx(2.0)
 
 
 def test_measured_tensor_ranks_include_their_messages():
-    split = replace(
-        PROFILE.blocks[0], microbatch=2, forward=0.75, backward=1.25, tensor=4
-    )
-    output = replace(PROFILE.output[0], forward=3.0, backward=4.0, tensor=4)
+    split = BlockTime(2, 0.75, 1.25, 4)
+    output = BlockTime(2, 3.0, 4.0, 4)
     profile = replace(
         PROFILE, blocks=(*PROFILE.blocks, split), output=(*PROFILE.output, output)
     )
     device = replace(DEVICE, layer_launch_us=2e6)  # measured layers contain it
-    compute = Compute(
-        GPT, replace(CLUSTER, profile=profile, device=device), "bf16", True
-    )
-    quarter = replace(PLAN, tensor=4, depth=2, width=2)
-    pair = 2 * all_reduce(CLUSTER, Group(4, 1, 1), 2 * 512 * 1024 * 2)
-    assert astuple(compute.layer(quarter)) == pytest.approx((0.75, 1.25, 2 * pair))
-    assert astuple(compute.layer(replace(quarter, recompute="full"))) == pytest.approx(
-        (0.75, 2.0, 3 * pair)
-    )
-    assert astuple(compute.output(quarter)) == (3.0, 4.0, 0.0)
+    measured = compute(profile=profile, device=device)
+    quarter = replace(PLAN, **QUARTER)
+    pair = 2 * all_reduce(CLUSTER, Group(4, 1, 1), HIDDEN)
+    assert astuple(measured.layer(quarter)) == approx((0.75, 1.25, 2 * pair))
+    full = measured.layer(replace(quarter, recompute="full"))
+    assert astuple(full) == approx((0.75, 2.0, 3 * pair))
+    assert astuple(measured.output(quarter)) == (3.0, 4.0, 0.0)
     # an estimate above what was measured
-    slow = replace(CLUSTER, profile=profile, inside=Link(1e-3, 10.0))
-    assert astuple(Compute(GPT, slow, "bf16", True).layer(quarter)) == (0.75, 1.25, 1.5)
+    slow = compute(profile=profile, inside=Link(1e-3, 10.0))
+    assert astuple(slow.layer(quarter)) == (0.75, 1.25, 1.5)
     # not measured: the host's time
-    assert compute.layer(replace(PLAN, tensor=2, depth=4, width=2)).forward == 2.0
+    assert measured.layer(replace(PLAN, tensor=2, depth=4, width=2)).forward == 2.0
 
 
 def test_the_other_parts_by_hand():
-    compute, logits = Compute(GPT, CLUSTER, "bf16", True), 1024 * 50304
-    work = compute.output(PLAN)
-    assert work.forward == pytest.approx(2 * logits * 1024 / 1e12 + 16 * logits / 1e11)
-    assert work.backward == pytest.approx(4 * logits * 1024 / 1e12 + 16 * logits / 1e11)
-    work = compute.embedding(PLAN)
-    assert (work.forward, work.backward) == pytest.approx(
-        (4 * 2**21 / 1e11, 8 * 2**21 / 1e11)
-    )
-    updates = compute.update(1e9, 1e9), compute.update(1e9, 25e7)
-    assert updates == pytest.approx((34e9 / 1e11, 13e9 / 1e11))
+    gpu = compute()
+    logits = 1024 * 50304
+    work = gpu.output(PLAN)
+    assert work.forward == approx(2 * logits * 1024 / 1e12 + 16 * logits / 1e11)
+    assert work.backward == approx(4 * logits * 1024 / 1e12 + 16 * logits / 1e11)
+    work = gpu.embedding(PLAN)
+    assert work.forward == approx(4 * HIDDEN / 1e11)
+    assert work.backward == approx(8 * HIDDEN / 1e11)
+    assert gpu.update(1e9, 1e9) == approx(34e9 / 1e11)
+    assert gpu.update(1e9, 25e7) == approx(13e9 / 1e11)
 
 
 # --- a plan's time
@@ -482,90 +452,70 @@ def test_the_other_parts_by_hand():
 
 def test_what_the_simulator_is_given_by_hand():
     cost = Cost(GPT, CLUSTER, flash=True)
-    times, each = cost.times(PLAN), cost.compute.layer(PLAN)
+    times = cost.times(PLAN)
+    each = cost.compute.layer(PLAN)
     h = 1024
-    assert times.forward[1] == times.forward[2] == pytest.approx(2 * each.forward)
-    assert (
-        times.forward[0] > times.forward[1] < times.forward[3]
-        and len(times.backward) == 4
-    )
-    moved = 2 * 512 * h * 2
+    assert times.forward[1] == times.forward[2] == approx(2 * each.forward)
+    assert times.forward[0] > times.forward[1] < times.forward[3]
+    assert len(times.backward) == 4
     # all on one server
-    assert times.transfer == pytest.approx(
-        [moved / 100e9 + 10e-6] * 3 + [moved / 100e9 + 10e-6]
-    )
+    assert times.transfer == approx([HIDDEN / 100e9 + 10e-6] * 4)
     parameters = 2 * (12 * h * h + 13 * h)
     # Of 4 bytes, 2 · 1/2 of them sent; two steps, and the start of a collective.
-    assert times.reduce[1] == pytest.approx(
-        4 * parameters / 100e9 + (2 * 10 + START) * 1e-6
-    )
-    words = all_reduce(CLUSTER, Group(2, 1, 1), 50304 * h * 4)
-    first = all_reduce(CLUSTER, Group(2, 1, 1), 4 * (parameters + 50304 * h + 512 * h))
-    assert times.reduce[0] == pytest.approx(first + words)
-    assert times.sending == 0 and times.step == 0
-    assert times.overlap_cost[1] == pytest.approx(34 * parameters / 1e11)
+    latency = (2 * 10 + START) * 1e-6
+    assert times.reduce[1] == approx(4 * parameters / 100e9 + latency)
+    pair = Group(2, 1, 1)
+    words = all_reduce(CLUSTER, pair, 50304 * h * 4)
+    first = all_reduce(CLUSTER, pair, 4 * (parameters + 50304 * h + 512 * h))
+    assert times.reduce[0] == approx(first + words)
+    assert times.sending == 0
+    assert times.step == 0
+    assert times.overlap_cost[1] == approx(34 * parameters / 1e11)
     flush = cost.times(replace(PLAN, schedule="pipedream-flush"))
-    assert (
-        not any(flush.overlap_cost)
-        and flush.step == max(times.overlap_cost)
-        and flush.reduce == times.reduce
-    )
+    assert not any(flush.overlap_cost)
+    assert flush.step == max(times.overlap_cost)
+    assert flush.reduce == times.reduce
     untied = Cost(replace(GPT, tied=False), CLUSTER, flash=True).times(PLAN)
-    assert (
-        times.reduce[0] - untied.reduce[0] == pytest.approx(words)
-        and untied.reduce[1] == times.reduce[1]
-    )
+    assert times.reduce[0] - untied.reduce[0] == approx(words)
+    assert untied.reduce[1] == times.reduce[1]
 
 
 def test_messages_between_servers_and_megatrons_exchange():
-    cost = Cost(
-        GPT, replace(CLUSTER, device=replace(DEVICE, exchange_us=100.0)), flash=True
-    )
+    cluster = replace(CLUSTER, device=replace(DEVICE, exchange_us=100.0))
+    cost = Cost(GPT, cluster, flash=True)
     plan = Plan(1, 4, 4, 2, 8)
-    moved = 2 * 512 * 1024 * 2
     # four replicas send at once
-    inside, between = moved / 100e9 + 10e-6, moved * 4 / 25e9 + 50e-6
-    assert cost.times(plan).transfer == pytest.approx(
-        [inside, between, inside, between]
-    )
-    assert cost.times(plan).occupied == pytest.approx(
-        [moved / 100e9, 4 * moved / 25e9] * 2
-    )
-    megatron = cost.times(replace(plan, schedule="megatron"))
-    assert megatron.sending == pytest.approx([inside + 1e-4, between + 1e-4] * 2)
-    assert cost.times(
-        replace(plan, schedule="megatron", virtual=2)
-    ).sending == pytest.approx([1e-4] * 4)
-    parted = (
-        Cost(GPT, cost.cluster, flash=True, old_exchange=True)
-        .times(Plan(2, 4, 2, 2, 8))
-        .occupied[0]
-    )
-    assert (
-        parted == pytest.approx(moved / 2 / 100e9)
-        and cost.times(Plan(2, 4, 2, 2, 8)).occupied[0] == 2 * parted
-    )
-    assert cost.times(Plan(2, 4, 2, 2, 8, sequence_parallel=True)).occupied[
-        0
-    ] == pytest.approx(parted)
+    inside = HIDDEN / 100e9 + 10e-6
+    between = HIDDEN * 4 / 25e9 + 50e-6
+    times = cost.times(plan)
+    assert times.transfer == approx([inside, between] * 2)
+    assert times.occupied == approx([HIDDEN / 100e9, 4 * HIDDEN / 25e9] * 2)
+    megatron = replace(plan, schedule="megatron")
+    sending = cost.times(megatron).sending
+    assert sending == approx([inside + 1e-4, between + 1e-4] * 2)
+    interleaved = cost.times(replace(megatron, virtual=2))
+    assert interleaved.sending == approx([1e-4] * 4)
+    plan = Plan(2, 4, 2, 2, 8)
+    part = HIDDEN / 2 / 100e9
+    assert cost.times(plan).occupied[0] == approx(2 * part)
+    divided = replace(plan, sequence_parallel=True)
+    assert cost.times(divided).occupied[0] == approx(part)
+    old = Cost(GPT, cluster, flash=True, old_exchange=True)
+    assert old.times(plan).occupied[0] == approx(part)
 
 
 def test_the_distributed_optimizer_halves_the_reduction_and_gathers():
     cost = Cost(replace(GPT, tied=False), CLUSTER, flash=True)
-    whole, sharded = (
-        cost.times(replace(PLAN, width=4, distributed_optimizer=choice))
-        for choice in (False, True)
-    )
-    assert sharded.reduce == pytest.approx(
-        [(seconds + START * 1e-6) / 2 for seconds in whole.reduce]
-    )
+    plan = replace(PLAN, width=4)
+    whole = cost.times(plan)
+    sharded = cost.times(replace(plan, distributed_optimizer=True))
+    halves = [(seconds + START * 1e-6) / 2 for seconds in whole.reduce]
+    assert sharded.reduce == approx(halves)
     most = max(cost.memory.parameters(PLAN, stage, 2) for stage in range(4))
-    assert sharded.step - whole.step == pytest.approx(
-        half(CLUSTER, Group(4, 1, 1), 2 * most)
-    )
-    assert sharded.overlap_cost[1] == pytest.approx(
-        (28 / 4 + 6) / 34 * whole.overlap_cost[1]
-    )
+    gather = half(CLUSTER, Group(4, 1, 1), 2 * most)
+    assert sharded.step - whole.step == approx(gather)
+    share = (28 / 4 + 6) / 34
+    assert sharded.overlap_cost[1] == approx(share * whole.overlap_cost[1])
 
 
 @property_of(120)
@@ -578,14 +528,12 @@ def test_the_parts_of_an_iteration_sum_to_its_seconds(case):
     split = estimate.split
     assert estimate.seconds == cost.seconds(plan) >= cost.lower_bound(plan)
     assert min(astuple(split)) >= 0
-    assert sum(astuple(split)) == pytest.approx(estimate.seconds, rel=0.01)
+    assert sum(astuple(split)) == approx(estimate.seconds, rel=0.01)
     assert estimate.throughput == plan.global_batch / estimate.seconds
     work = plan.microbatches * max(work.total for work in cost.stages(plan))
-    assert split.compute + split.tensor == pytest.approx(work)
-    assert (
-        estimate.headroom == cost.allowed(plan) - estimate.heaviest
-        and len(estimate.memory) == plan.depth
-    )
+    assert split.compute + split.tensor == approx(work)
+    assert estimate.headroom == cost.allowed(plan) - estimate.heaviest
+    assert len(estimate.memory) == plan.depth
     assert cost.fits(plan) == (estimate.headroom >= 0)
     if plan.schedule != "2bw":
         assert split.bubble > 0 or plan.depth == 1 or plan.first
@@ -622,8 +570,9 @@ def test_a_plan_has_the_late_microbatches_that_hide_its_step(host, width):
         GPT, replace(CLUSTER, between=Link(2, 50), device=replace(DEVICE, tflops=40.0))
     )
     plan = Plan(1, 4, width, 1, 64, extrapolate=True, host=host)
-    alone, late = cost.seconds(plan.changed(extrapolate=False)), cost.late(plan)
-    assert cost.seconds(plan.changed(late=late)) == pytest.approx(alone, rel=1e-9)
+    alone = cost.seconds(plan.changed(extrapolate=False))
+    late = cost.late(plan)
+    assert cost.seconds(plan.changed(late=late)) == approx(alone, rel=1e-9)
     assert (late > 0) == (host or width > 1) == (cost.seconds(plan) > 1.01 * alone)
 
 
@@ -638,19 +587,18 @@ def fits(plan: Plan, memory: float, **options: float) -> bool:
 def test_a_plan_fits_up_to_its_margin_which_must_hold_the_communicators():
     large, small = (replace(PLAN, microbatch=size) for size in (32, 1))
     memory = Cost(GPT, CLUSTER).memory.heaviest(large) / 0.8
-    assert fits(large, memory, margin=0.1999) and not fits(large, memory, margin=0.2001)
+    assert fits(large, memory, margin=0.1999)
+    assert not fits(large, memory, margin=0.2001)
     # of the first stage, width 2
     least = Cost(GPT, CLUSTER).memory.heaviest(small) + 3 * LINK + 2 * PAIR / 2
-    assert fits(small, least + 1e6, margin=0.01) and not fits(
-        small, least - 1e6, margin=0.01
-    )
+    assert fits(small, least + 1e6, margin=0.01)
+    assert not fits(small, least - 1e6, margin=0.01)
 
 
 def test_what_is_certain_must_fit_where_the_estimate_may_be_too_large():
     certain = max(stage.certain for stage in Cost(GPT, CLUSTER).memory.stages(PLAN))
-    assert fits(PLAN, certain * 2.001, margin=0.5, spare=-1.0) and not fits(
-        PLAN, certain * 2, margin=0.5
-    )
+    assert fits(PLAN, certain * 2.001, margin=0.5, spare=-1.0)
+    assert not fits(PLAN, certain * 2, margin=0.5)
     assert not fits(PLAN, certain * 1.999, margin=0.5, spare=-1.0)
 
 
@@ -660,15 +608,14 @@ def test_without_a_margin_context_fragmentation_and_communicators_are_counted():
     cost = Cost(GPT, CLUSTER)
     # both have one for the ends too; half of an A100's channels
     held = 3 * LINK + 2 * (PAIR + PAIR) / 2
-    assert cost.capacity - cost.allowed(plan) == pytest.approx(held)
+    assert cost.capacity - cost.allowed(plan) == approx(held)
     least = 1.1 * (cost.memory.heaviest(plan) + held) + 0.75 * 2**30
-    assert cost.gpu_bytes(plan) == pytest.approx(least)
-    assert fits(plan, least + 1e6) and not fits(plan, least - 1e6)
+    assert cost.gpu_bytes(plan) == approx(least)
+    assert fits(plan, least + 1e6)
+    assert not fits(plan, least - 1e6)
     alone = Cost(GPT, replace(CLUSTER, device=replace(DEVICE, name="cpu")))
     assert (
-        alone.allowed(plan)
-        == alone.capacity
-        == pytest.approx(DEVICE.memory_gib * 2**30 / 1.1)
+        alone.allowed(plan) == alone.capacity == approx(DEVICE.memory_gib * 2**30 / 1.1)
     )
 
 
@@ -718,25 +665,21 @@ def parts(
 
 def test_a_part_of_the_sequences_takes_its_share_of_work_and_memory_where_links_take_no_time():
     cost = parts(1)
-    whole, part = Plan(1, 2, 4, 4, 8), Plan(1, 2, 1, 4, 8, context=4)
+    whole = Plan(1, 2, 4, 4, 8)
+    part = Plan(1, 2, 1, 4, 8, context=4)
     # 4 samples in 4 parts
-    one, four = (
-        cost.compute.layer(replace(whole, microbatch=1)),
-        cost.compute.layer(part),
-    )
-    assert four.total == pytest.approx(one.total) and four.tensor == pytest.approx(
-        0, abs=1e-9
-    )
+    one = cost.compute.layer(replace(whole, microbatch=1))
+    four = cost.compute.layer(part)
+    assert four.total == approx(one.total)
+    assert four.tensor == approx(0, abs=1e-9)
     kept, working = cost.memory.layer(replace(whole, microbatch=1))
     assert cost.memory.layer(part)[0] == kept
     # K, V and their gradients, two parts
     assert cost.memory.layer(part)[1] == working + 4 * (2 * 512 * 4 * 64 * 2)
     assert cost.memory.heaviest(part) < cost.memory.heaviest(whole)
-    assert (
-        part.replicas == whole.replicas
-        and cost.compute.layout(part).data == cost.compute.layout(whole).data
-    )
-    assert cost._messages(part)[0][1] == pytest.approx(cost._messages(whole)[0][1] / 4)
+    assert part.replicas == whole.replicas
+    assert cost.compute.layout(part).data == cost.compute.layout(whole).data
+    assert cost._messages(part)[0][1] == approx(cost._messages(whole)[0][1] / 4)
 
 
 def test_the_ring_of_keys_and_values_takes_what_the_attention_does_not_hide():
@@ -746,13 +689,13 @@ def test_the_ring_of_keys_and_values_takes_what_the_attention_does_not_hide():
     sent = 2 * (2 / 4 * 512) * 4 * 64 * 2 / 0.01e9
     # of one step, masked
     scores = 4 * (2 / 4 * 512) * 512 * 1024 / 2 / (2e12 * 0.5) / 4
-    work, free = slow_links.compute.layer(plan), parts(4).compute.layer(plan)
+    work = slow_links.compute.layer(plan)
+    free = parts(4).compute.layer(plan)
     waits = 3 * (sent - scores) + 3 * (2 * sent - 2 * scores)
-    assert work.tensor == pytest.approx(waits) and work.total == pytest.approx(
-        free.total + waits
-    )
+    assert work.tensor == approx(waits)
+    assert work.total == approx(free.total + waits)
     again = slow_links.compute.layer(replace(plan, recompute="full"))
-    assert again.tensor == pytest.approx(waits + 3 * (sent - scores))
+    assert again.tensor == approx(waits + 3 * (sent - scores))
     # scores grow with the square
     assert parts(4, 0.01, 1, sequence=2**20).compute.layer(plan).tensor == 0
 
@@ -769,11 +712,13 @@ def test_a_stage_has_the_speed_and_the_memory_of_its_weakest_gpu():
         device: Cost(GPT, replace(CLUSTER, device=device)) for device in (fast, slow)
     }
     # replicas are neighbours: two stages on each server
-    cost, plan = Cost(GPT, mixed), Plan(1, 4, 4, 2, 8)
+    cost = Cost(GPT, mixed)
+    plan = Plan(1, 4, 4, 2, 8)
     layers = [alone[device].compute.layer(plan) for device in (fast, fast, slow, slow)]
     works = cost.stages(plan.with_layers([3, 3, 1, 1]))
-    assert works[1] == layers[1] * 3 and works[2] == layers[2] * 1
-    assert works[0].total - layers[0].total * 3 == pytest.approx(
+    assert works[1] == layers[1] * 3
+    assert works[2] == layers[2] * 1
+    assert works[0].total - layers[0].total * 3 == approx(
         alone[fast].compute.embedding(plan).total
     )
     # half of its replicas are on slow ones
@@ -783,12 +728,10 @@ def test_a_stage_has_the_speed_and_the_memory_of_its_weakest_gpu():
         alone[device].estimate(plan).capacities[0]
         for device in (fast, fast, slow, slow)
     ]
-    assert (
-        estimate.capacities == pytest.approx(rooms)
-        and min(estimate.capacities) == estimate.capacities[2]
-    )
+    assert estimate.capacities == approx(rooms)
+    assert min(estimate.capacities) == estimate.capacities[2]
     free = [room - stage.total for room, stage in zip(rooms, estimate.memory)]
-    assert estimate.headroom == pytest.approx(min(free))
+    assert estimate.headroom == approx(min(free))
     needed = max(stage.total for stage in estimate.memory) / 2**30
     # of the fast ones, which have most layers
     for size, fits in ((needed / 2, False), (4 * needed, True)):
@@ -812,8 +755,9 @@ def test_layers_that_are_computed_again_take_their_time_again():
         cost.compute.layer(replace(plan, recompute=kind)) for kind in ("none", "full")
     )
     some = replace(plan, recompute="full", recompute_block=1)
-    works, whole = cost.stages(some), cost.stages(replace(plan, recompute="none"))
-    assert works[0].total - whole[0].total == pytest.approx(full.total - none.total)
+    works = cost.stages(some)
+    whole = cost.stages(replace(plan, recompute="none"))
+    assert works[0].total - whole[0].total == approx(full.total - none.total)
     assert cost.stages(replace(some, recompute_block=4)) == cost.stages(
         replace(plan, recompute="full")
     )
@@ -824,11 +768,8 @@ def test_gradients_in_16_bits_take_half_of_the_bytes():
     links = dict(
         inside=Link(100, 0), between=Link(25, 0), device=replace(DEVICE, name="cpu")
     )
-    cost, plan = (
-        Cost(GPT, replace(CLUSTER, **links)),
-        Plan(1, 2, 8, 2, 8, schedule="megatron"),
-    )
+    cost = Cost(GPT, replace(CLUSTER, **links))
+    plan = Plan(1, 2, 8, 2, 8, schedule="megatron")
     half = cost._step(plan.changed(grad_reduce_in_bf16=True)).reduce
-    assert [2 * seconds for seconds in half] == pytest.approx(
-        cost._step(plan).reduce
-    ) and min(half) > 0
+    assert [2 * seconds for seconds in half] == approx(cost._step(plan).reduce)
+    assert min(half) > 0

@@ -129,7 +129,8 @@ def test_megatrons_parser_and_this_projects_checks_read_the_plan(
 ):
     text, variables = written(kind, plan, model, cluster, precision)
     _, (script, *words) = words_of(text, tmp_path, "--lr", "1e-3", **variables)
-    flags, at = [*model.flags(), *plan.flags(precision)], words.index("--num-layers")
+    flags = [*model.flags(), *plan.flags(precision)]
+    at = words.index("--num-layers")
     # test_planner_legality.py reads them back
     assert words[at : at + len(flags)] == flags
     assert script == (
@@ -138,9 +139,8 @@ def test_megatrons_parser_and_this_projects_checks_read_the_plan(
     args = parsed([*words, "--device", "cuda"], plan.gpus)
     assert (args.vocab_size, args.mock_data, args.lr) == (model.vocab, True, 1e-3)
     saved = str(tmp_path / "checkpoints" / "job") if kind == "job.sbatch" else None
-    assert args.save == args.load == saved and args.exit_signal_handler == (
-        kind == "job.sbatch"
-    )
+    assert args.save == args.load == saved
+    assert args.exit_signal_handler == (kind == "job.sbatch")
     assert args.two_bw_correction == ("auto" if plan.extrapolate else "none")
 
 
@@ -179,10 +179,8 @@ def test_torchrun_takes_the_options_of_the_job(tmp_path):
         "c10d",
         "71234-0",
     )
-    assert (
-        seen.rdzv_endpoint == f"node-a:{20000 + 71234 % 10000}"
-        and seen.max_restarts > 0
-    )
+    assert seen.rdzv_endpoint == f"node-a:{20000 + 71234 % 10000}"
+    assert seen.max_restarts > 0
     # What saves must have ended before Slurm kills, and torchrun must not kill it long
     # before that.
     (notice,) = (
@@ -224,9 +222,8 @@ def test_only_a_torchrun_that_can_wait_is_given_the_seconds_to_save(waits, tmp_p
         command, capture_output=True, text=True, check=False, env=environment
     )
     seconds = ["--shutdown-timeout", "77"] if waits else []
-    assert (
-        done.returncode == 0 and done.stdout == f"{[*seconds, '--max-restarts', '1']}\n"
-    ), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{[*seconds, '--max-restarts', '1']}\n", done.stderr
     assert waits != ("30 s after a signal; SHUTDOWN has no effect" in done.stderr)
 
 
@@ -234,11 +231,9 @@ def test_only_a_torchrun_that_can_wait_is_given_the_seconds_to_save(waits, tmp_p
 def test_on_several_servers_each_must_know_its_number_and_the_first(missing, tmp_path):
     given = {name: value for name, value in NODE.items() if name != missing}
     done = run(written("run.sh", SQUARE, GPT, H100, "bf16")[0], tmp_path, **given)
-    assert (
-        done.returncode != 0
-        and missing in done.stderr
-        and not (tmp_path / "words").exists()
-    )
+    assert done.returncode != 0
+    assert missing in done.stderr
+    assert not (tmp_path / "words").exists()
 
 
 @KIND
@@ -250,18 +245,14 @@ def test_data_args_are_split_as_by_a_shell(kind, tmp_path):
         DATA_ARGS="--data-path 'my text' \n \"b c\" --x a\\ b $(c) ",
         **variables,
     )
-    assert (
-        words[-6:] == ["--data-path", "my text", "b c", "--x", "a b", "$(c)"]
-        and "--mock-data" not in words
-    )
+    assert words[-6:] == ["--data-path", "my text", "b c", "--x", "a b", "$(c)"]
+    assert "--mock-data" not in words
     assert "--mock-data" in words_of(text, tmp_path, DATA_ARGS=" \n", **variables)[1]
     (tmp_path / "words").unlink()
     done = run(text, tmp_path, DATA_ARGS="--data-path 'a", **variables)
-    assert (
-        done.returncode == 2
-        and not (tmp_path / "words").exists()
-        and "DATA_ARGS" in done.stderr
-    )
+    assert done.returncode == 2
+    assert not (tmp_path / "words").exists()
+    assert "DATA_ARGS" in done.stderr
 
 
 def test_slurm_reads_its_options_before_the_first_command():

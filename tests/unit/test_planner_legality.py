@@ -10,7 +10,7 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_2bw.mcore import cpu
@@ -19,8 +19,9 @@ from megatron_2bw.run.flags.parse import check, parse_early, prepare
 from megatron_2bw.run.flags.unsupported import layout_stages
 from megatron_2bw.schedules import SCHEDULE_NAMES
 from megatron_2bw.tools.planner.descriptions.model import PRESETS, Model
-from megatron_2bw.tools.planner.descriptions.plan import Plan
+from megatron_2bw.tools.planner.descriptions.plan import ARGUMENTS, Plan
 from megatron_2bw.tools.planner.find.legality import violations
+from tests.unit.test_planner_search import property_of
 
 
 class Stopped(Exception):
@@ -80,10 +81,8 @@ def changed(changes: dict) -> tuple[Plan, Model, int, str, bool]:
     on_plan, on_model = (
         {k: v for k, v in changes.items() if hasattr(x, k)} for x in (LEGAL, GPT)
     )
-    plan, host = (
-        replace(LEGAL, **on_plan),
-        [changes.get("precision", "bf16"), changes.get("bf16", True)],
-    )
+    plan = replace(LEGAL, **on_plan)
+    host = [changes.get("precision", "bf16"), changes.get("bf16", True)]
     return (
         plan,
         replace(GPT, **on_model),
@@ -131,7 +130,8 @@ def parsed(argv: list[str], gpus: int, checked: bool = True) -> argparse.Namespa
     from megatron.training.arguments import validate_args
 
     args = parser_of(argv[argv.index("--pipeline-schedule") + 1]).parse_args(argv)
-    args.rank, args.world_size = 0, gpus
+    args.rank = 0
+    args.world_size = gpus
     if checked:
         check(args, stop)
     with mock.patch.dict(os.environ):
@@ -145,7 +145,8 @@ def parsed(argv: list[str], gpus: int, checked: bool = True) -> argparse.Namespa
 # --- round trip
 # --------------------------------------------------------------------------------------
 
-LLAMA, BERT = PRESETS["llama-8b"], PRESETS["bert-48"]
+LLAMA = PRESETS["llama-8b"]
+BERT = PRESETS["bert-48"]
 UNTIED = replace(GPT, tied=False)
 QWEN = replace(
     LLAMA,
@@ -235,85 +236,59 @@ def stages_of(config) -> list[int]:
     """Layers that Megatron builds on each stage."""
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
-    chunks, layout = (
-        range(config.virtual_pipeline_model_parallel_size or 1),
-        config.pipeline_model_parallel_layout,
-    )
-    if layout:
-        depth = range(config.pipeline_model_parallel_size)
-        return [
-            layout.get_num_layers_to_build(vp_stage=0, pp_rank=stage) for stage in depth
-        ]
-    return [
-        sum(get_num_layers_to_build(config, chunk, stage) for chunk in chunks)
-        for stage in range(config.pipeline_model_parallel_size)
-    ]
+    layout = config.pipeline_model_parallel_layout
+    stages = []
+    for stage in range(config.pipeline_model_parallel_size):
+        if layout:
+            stages.append(layout.get_num_layers_to_build(vp_stage=0, pp_rank=stage))
+            continue
+        chunks = range(config.virtual_pipeline_model_parallel_size or 1)
+        layers = [get_num_layers_to_build(config, chunk, stage) for chunk in chunks]
+        stages.append(sum(layers))
+    return stages
 
 
 @pytest.mark.parametrize("plan, model, precision", ROUND_TRIP)
 def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
     assert not [*violations(plan, model, plan.gpus, precision)]
     args = parsed(words_of(plan, model, precision), plan.gpus)
+    expected = {}
+    for field, argument in ARGUMENTS.items():
+        expected[argument] = getattr(plan, field)
+    for name in ("first", "last"):
+        expected[ARGUMENTS[name]] = getattr(plan, name) or None
     extra = plan.extra if any(plan.extra) else ()
-    recompute = {
-        "none": (None, None, None),
-        "selective": ("selective", None, None),
-        "full": (
-            "full",
-            "block" if plan.recompute_block else "uniform",
-            plan.recompute_block or plan.recompute_layers,
-        ),
-    }
-    expected = {
-        "pipeline_schedule": plan.schedule,
-        "tensor_model_parallel_size": plan.tensor,
-        "pipeline_model_parallel_size": plan.depth,
-        "data_parallel_size": plan.width,
-        "context_parallel_size": plan.context,
-        "expert_model_parallel_size": plan.expert,
-        "micro_batch_size": plan.microbatch,
-        "global_batch_size": plan.global_batch,
-        "decoder_first_pipeline_num_layers": plan.first or None,
-        "decoder_last_pipeline_num_layers": plan.last or None,
+    full = plan.recompute == "full"
+    again = plan.recompute_block or plan.recompute_layers
+    kind = "block" if plan.recompute_block else "uniform"
+    two_bytes = plan.grad_reduce_in_bf16
+    expected |= {
         "virtual_pipeline_model_parallel_size": plan.virtual
         if plan.virtual > 1
         else None,
-        "sequence_parallel": plan.sequence_parallel,
-        "two_bw_gradient_slots": plan.gradient_slots,
         "two_bw_correction": "auto" if plan.extrapolate else "none",
-        "gpipe_round": plan.gpipe_round,
         "two_bw_extra_warmup": extra[:1] if len(set(extra)) == 1 else extra,
-        "use_distributed_optimizer": plan.distributed_optimizer,
-        "use_tp_pp_dp_mapping": plan.pipeline_inside,
+        "two_bw_late_microbatches": None,
         "fp16": precision == "fp16",
         "bf16": precision == "bf16",
-        "grad_reduce_in_bf16": plan.grad_reduce_in_bf16,
-        "accumulate_allreduce_grads_in_fp32": precision == "bf16"
-        and not plan.grad_reduce_in_bf16,
+        "grad_reduce_in_bf16": two_bytes,
+        "accumulate_allreduce_grads_in_fp32": precision == "bf16" and not two_bytes,
         "untie_embeddings_and_output_weights": not model.tied,
         "seq_length": model.sequence,
-    } | dict(
-        zip(
-            ("recompute_granularity", "recompute_method", "recompute_num_layers"),
-            recompute[plan.recompute],
-        )
-    )
+        "recompute_granularity": None if plan.recompute == "none" else plan.recompute,
+        "recompute_method": kind if full else None,
+        "recompute_num_layers": again if full else None,
+    }
     assert {name: getattr(args, name) for name in expected} == expected
     config = configuration(args)
     assert stages_of(config) == plan.layers_of(model)
-    assert (config.num_layers, config.hidden_size, config.ffn_hidden_size) == (
-        model.layers,
-        model.hidden,
-        model.ffn,
-    )
-    assert (config.num_attention_heads, config.num_query_groups) == (
-        model.heads,
-        model.groups,
-    )
-    assert (config.kv_channels, config.gated_linear_unit) == (
-        model.head_size,
-        model.gated,
-    )
+    assert config.num_layers == model.layers
+    assert config.hidden_size == model.hidden
+    assert config.ffn_hidden_size == model.ffn
+    assert config.num_attention_heads == model.heads
+    assert config.num_query_groups == model.groups
+    assert config.kv_channels == model.head_size
+    assert config.gated_linear_unit == model.gated
 
 
 # Rules of this project's schedules, by the begin of their causes.
@@ -323,65 +298,54 @@ OURS = ("--global-batch-size", "virtual stages only", "pipedream with")
 @st.composite
 def plans(draw) -> tuple[Plan, Model]:
     """Plans and models that are legal about as often as not."""
-    tensor, depth = (
-        draw(st.sampled_from((1, 1, 1, 2, 2, 3, 4, 8))),
-        draw(st.integers(1, 6)),
-    )
-    virtual = draw(st.sampled_from((1, 1, 2, 3))) if depth > 1 else 1
-    first, last = (
-        draw(st.sampled_from((0, 0, 0, 1, 2, 3, 4, 6))) if depth > 1 else 0
-        for _ in range(2)
-    )
-    layers = draw(
-        st.one_of(
-            st.integers(1, 24),
-            st.integers(1, 4).map(lambda k: max(1, k * virtual * depth)),
-            st.integers(1, 4).map(
-                lambda k: max(
-                    1, k * virtual * (depth - (first > 0) - (last > 0)) + first + last
-                )
-            ),
-        )
-    )
-    groups = draw(st.sampled_from((1, 2, 3, 4, 6, 8)))
-    heads = groups * draw(st.sampled_from((4, 8, 1, 2, 3)))
-    shape = dict(groups=groups, head_size=draw(st.sampled_from((1, 3, 16, 64))))
-    shape |= dict(
-        ffn=draw(st.sampled_from((384, 384, 384, 384, 100, 97))),
-        tied=draw(st.booleans()),
-    )
-    schedule = "megatron" if virtual > 1 else draw(st.sampled_from(SCHEDULE_NAMES))
-    microbatches = (
-        depth * draw(st.integers(1, 3)) if virtual > 1 else draw(st.integers(1, 12))
-    )
-    sizes = (
+
+    def one_of(*values):
+        return draw(st.sampled_from(values))
+
+    tensor = one_of(1, 1, 1, 2, 2, 3, 4, 8)
+    depth = draw(st.integers(1, 6))
+    virtual = one_of(1, 1, 2, 3) if depth > 1 else 1
+    first = one_of(0, 0, 0, 1, 2, 3, 4, 6) if depth > 1 else 0
+    last = one_of(0, 0, 0, 1, 2, 3, 4, 6) if depth > 1 else 0
+    chunks = virtual * draw(st.integers(1, 4))
+    uneven = chunks * (depth - (first > 0) - (last > 0)) + first + last
+    layers = one_of(draw(st.integers(1, 24)), chunks * depth, max(1, uneven))
+    groups = one_of(1, 2, 3, 4, 6, 8)
+    schedule = "megatron"
+    microbatches = depth * draw(st.integers(1, 3))
+    if virtual == 1:
+        schedule = one_of(*SCHEDULE_NAMES)
+        microbatches = draw(st.integers(1, 12))
+    plan = Plan(
         tensor,
         depth,
-        draw(st.integers(1, 3)),
-        draw(st.integers(1, 4)),
-        microbatches,
+        width=draw(st.integers(1, 3)),
+        microbatch=draw(st.integers(1, 4)),
+        microbatches=microbatches,
+        virtual=virtual,
+        first=first,
+        last=last,
+        schedule=schedule,
+        sequence_parallel=one_of(False, True, tensor > 1),
+        recompute=one_of("none", "selective", "full"),
+        distributed_optimizer=draw(st.booleans()),
+        pipeline_inside=draw(st.booleans()),
     )
-    choices = dict(virtual=virtual, first=first, last=last, schedule=schedule)
-    choices |= dict(sequence_parallel=draw(st.sampled_from((False, True, tensor > 1))))
-    choices |= dict(recompute=draw(st.sampled_from(("none", "selective", "full"))))
-    choices |= dict(
-        distributed_optimizer=draw(st.booleans()), pipeline_inside=draw(st.booleans())
+    model = Model(
+        "drawn",
+        layers,
+        96,
+        heads=groups * one_of(4, 8, 1, 2, 3),
+        sequence=48,
+        groups=groups,
+        head_size=one_of(1, 3, 16, 64),
+        ffn=one_of(384, 384, 384, 384, 100, 97),
+        tied=draw(st.booleans()),
     )
-    return Plan(*sizes, **choices), Model(
-        "drawn", layers, 96, heads, sequence=48, **shape
-    )
+    return plan, model
 
 
-BOUNDED = settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
-)
-
-
-@settings(BOUNDED, max_examples=40)
+@property_of(40)
 @given(plans())
 @pytest.mark.filterwarnings("ignore")
 def test_the_checks_of_the_command_line_accept_every_legal_plan(drawn):
@@ -393,7 +357,8 @@ def test_the_checks_of_the_command_line_accept_every_legal_plan(drawn):
     except Stopped as stopped:
         assert broken, stopped
     else:
-        assert not broken and args.global_batch_size == plan.global_batch
+        assert not broken
+        assert args.global_batch_size == plan.global_batch
 
 
 @pytest.mark.parametrize("text, depth", [("E|(tt|)*3L", 5), ("Et*2|t,t|t*2L", 3)])

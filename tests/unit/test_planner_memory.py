@@ -9,6 +9,7 @@ from dataclasses import astuple, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pytest import approx
 
 from megatron_2bw.schedules import B, F, Shape
 from megatron_2bw.tools.planner.cost.memory import (
@@ -17,7 +18,6 @@ from megatron_2bw.tools.planner.cost.memory import (
     PAIR,
     Memory,
     communicators,
-    layer_activations,
 )
 from megatron_2bw.tools.planner.descriptions.model import Model
 from megatron_2bw.tools.planner.descriptions.plan import Plan
@@ -30,7 +30,7 @@ TWO_BW = replace(FLUSH, schedule="2bw")
 
 def near(number: float):
     """But for rounding."""
-    return pytest.approx(number, rel=1e-12)
+    return approx(number, rel=1e-12)
 
 
 # --- activations of a layer (arXiv 2205.05198, section 4)
@@ -48,7 +48,8 @@ def test_a_layers_activations_are_korthikantis(b, s, h, a, t):
         plan = Plan(t, 1, 1, b, 1, recompute, sequence_parallel=sequence_parallel)
         return Memory(model, "bf16", flash=False).layer(plan)[0]
 
-    sbh, scores = s * b * h, 5 * a * s / (h * t)
+    sbh = s * b * h
+    scores = 5 * a * s / (h * t)
     if t == 1:
         assert kept(False, "none") == near(sbh * (34 + 5 * a * s / h))
     assert kept(False, "none") == near(sbh * (10 + 24 / t + scores))
@@ -62,79 +63,65 @@ def test_a_layers_activations_are_korthikantis(b, s, h, a, t):
 def test_a_layers_activations_by_hand_beyond_the_paper():
     b, s, h, a = 2, 512, 1024, 16
     tokens = b * s
+    plan = Plan(1, 1, 1, b, 1)
 
-    def kept(
-        model: Model, flash: bool = True, precision: str = "bf16", t: int = 1
-    ) -> float:
-        return layer_activations(model, b, t, False, flash, precision)
+    def kept(flash: bool = True, precision: str = "bf16", t: int = 1, **model) -> float:
+        memory = Memory(replace(GPT, **model), precision, flash)
+        return memory.layer(replace(plan, tensor=t))[0]
 
     row = 4 * b * s * a  # flash attention keeps one number a row
-    assert kept(GPT) == 34 * tokens * h + row
-    assert kept(GPT, t=4) == (10 + 24 / 4) * tokens * h + row / 4
-    assert kept(replace(GPT, dropout=False)) == 32 * tokens * h + row  # two masks less
-    assert kept(GPT, precision="fp32") == 66 * tokens * h + row  # the masks stay bytes
-    assert (
-        kept(GPT, flash=False, precision="fp32") == 66 * tokens * h + 9 * a * s * s * b
-    )
-    assert (
-        kept(replace(GPT, dropout=False), flash=False)
-        == 32 * tokens * h + 2 * a * s * s * b
-    )
+    scores = a * s * s * b
+    assert kept() == 34 * tokens * h + row
+    assert kept(t=4) == (10 + 24 / 4) * tokens * h + row / 4
+    assert kept(dropout=False) == 32 * tokens * h + row  # two masks less
+    assert kept(precision="fp32") == 66 * tokens * h + row  # the masks stay bytes
+    assert kept(flash=False, precision="fp32") == 66 * tokens * h + 9 * scores
+    assert kept(flash=False, dropout=False) == 32 * tokens * h + 2 * scores
     # both halves and their product, instead of two of 4h
-    gated = replace(GPT, gated=True, ffn=2048)
-    assert kept(gated) == 34 * tokens * h + row - tokens * 2 * (2 * 4 * h - 3 * 2048)
-    grouped = replace(GPT, groups=4)  # keys and values of a quarter of the heads
-    assert kept(GPT) - kept(grouped) == tokens * 2 * 2 * (h - h // 4)
+    halves = tokens * 2 * (2 * 4 * h - 3 * 2048)
+    assert kept(gated=True, ffn=2048) == 34 * tokens * h + row - halves
+    # keys and values of a quarter of the heads
+    assert kept() - kept(groups=4) == tokens * 2 * 2 * (h - h // 4)
 
 
 # --- bytes a parameter
 # --------------------------------------------------------------------------------------
 
+
 # Megatron's docs/dist_optimizer.md; with 2bw a version more and, with two slots, a slot
 # of gradients more.
-TABLE = [
-    ("bf16", 18, lambda d: 6 + 12 / d, 2, 4),
-    ("fp16", 20, lambda d: 4 + 16 / d, 2, 2),
-    ("fp32", 16, lambda d: 8 + 8 / d, 4, 4),
-]
-
-
 @pytest.mark.parametrize(
-    "precision, whole, sharded, version, slot", TABLE, ids=[row[0] for row in TABLE]
+    "precision, whole, divided, version, slot",
+    [("bf16", 18, 12, 2, 4), ("fp16", 20, 16, 2, 2), ("fp32", 16, 8, 4, 4)],
 )
-def test_bytes_a_parameter(precision, whole, sharded, version, slot):
+@pytest.mark.parametrize("width", [1, 2, 8, 64])
+def test_bytes_a_parameter(precision, whole, divided, version, slot, width):
     memory = Memory(GPT, precision, False)
     assert sum(memory.a_parameter(FLUSH, 1)) == whole
-    for d in (1, 2, 8, 64):
-        flush, late = (
-            replace(plan, width=d, distributed_optimizer=True)
-            for plan in (FLUSH, TWO_BW)
-        )
-        assert sum(memory.a_parameter(flush, 1)) == pytest.approx(sharded(d), rel=1e-15)
-        for slots in (1, 2):
-            expected = sharded(d) + version + (slots - 1) * slot
-            assert sum(
-                memory.a_parameter(replace(late, gradient_slots=slots), 2)
-            ) == pytest.approx(expected, rel=1e-15)
+    sharded = whole - divided + divided / width
+    flush = replace(FLUSH, width=width, distributed_optimizer=True)
+    assert sum(memory.a_parameter(flush, 1)) == approx(sharded, rel=1e-15)
+    late = replace(flush, schedule="2bw")
+    for slots in (1, 2):
+        expected = sharded + version + (slots - 1) * slot
+        size = sum(memory.a_parameter(replace(late, gradient_slots=slots), 2))
+        assert size == approx(expected, rel=1e-15)
 
 
 def test_gradients_in_16_bits_are_copied_into_32_bits_by_a_step():
-    memory, four = (
-        Memory(GPT, "bf16", False),
-        replace(FLUSH, width=4, distributed_optimizer=True),
-    )
+    memory = Memory(GPT, "bf16", False)
+    plan = replace(FLUSH, width=4, distributed_optimizer=True)
     # (weights, gradients, optimizer)
-    assert memory.a_parameter(four, 1) == (2, 4, 12 / 4)
-    assert memory.a_parameter(replace(four, grad_reduce_in_bf16=True), 1) == (
-        2,
-        2,
-        16 / 4,
-    )
+    assert memory.a_parameter(plan, 1) == (2, 4, 12 / 4)
+    plan = replace(plan, grad_reduce_in_bf16=True)
+    assert memory.a_parameter(plan, 1) == (2, 2, 16 / 4)
 
 
 def test_extra_warmup_keeps_microbatches_and_messages_of_the_stages_before_the_boundary():
-    memory, more = Memory(GPT, "bf16", False), replace(TWO_BW, extra_warmup=(0, 2, 0))
-    kept, message = memory.layer(more)[0], 2 * 512 * 1024 * 2
+    memory = Memory(GPT, "bf16", False)
+    more = replace(TWO_BW, extra_warmup=(0, 2, 0))
+    kept = memory.layer(more)[0]
+    message = 2 * 512 * 1024 * 2
     for stage, (plain, ahead) in enumerate(
         zip(memory.stages(TWO_BW), memory.stages(more))
     ):
@@ -153,15 +140,11 @@ def test_extra_warmup_keeps_microbatches_and_messages_of_the_stages_before_the_b
 def test_a_round_of_gpipe_keeps_its_microbatches():
     """On every stage: N layers' activations, N embeddings' masks on the first one, N
     softmaxes on the last one."""
-    memory, whole = (
-        Memory(GPT, "bf16", False),
-        replace(FLUSH, schedule="gpipe", microbatches=8),
-    )
+    memory = Memory(GPT, "bf16", False)
+    whole = replace(FLUSH, schedule="gpipe", microbatches=8)
     few = replace(whole, gpipe_round=3)
-    kept, logits = (
-        memory.layer(few)[0],
-        4 * 2 * 512 * GPT.padded_vocab(1) + 2 * 2 * 2 * 512 * 1024,
-    )
+    kept = memory.layer(few)[0]
+    logits = 4 * 2 * 512 * GPT.padded_vocab(1) + 2 * 2 * 2 * 512 * 1024
     for stage, (all_, three) in enumerate(
         zip(memory.stages(whole), memory.stages(few))
     ):
@@ -189,16 +172,16 @@ def test_the_correction_and_torchs_adam_take_four_bytes_a_parameter_each(distrib
             apex.stage(replace(plan, extrapolate=flag), stage, 4)
             for flag in (False, True)
         )
-        assert (
-            after.optimizer - before.optimizer == more
-            and after.total - before.total == more
-        )
+        assert after.optimizer - before.optimizer == more
+        assert after.total - before.total == more
         # during a late step
         assert torch.stage(plan, stage, 4).buffers - before.buffers == more
     # its step may take what the activations had, or more
     assert torch.stages(FLUSH) == apex.stages(FLUSH)
-    small, last = replace(FLUSH, recompute="full", microbatch=1), FLUSH.depth - 1
-    stage, roots = torch.stage(small, last, 4), 4 * torch.parameters(small, last, 4)
+    small = replace(FLUSH, recompute="full", microbatch=1)
+    last = FLUSH.depth - 1
+    stage = torch.stage(small, last, 4)
+    roots = 4 * torch.parameters(small, last, 4)
     assert stage.total == near(
         stage.weights + stage.gradients + stage.optimizer + roots
     )
@@ -208,19 +191,20 @@ def test_communicators_by_hand():
     def held(stage: int, **changes) -> list[float]:
         return communicators(replace(TWO_BW, **changes), stage)
 
-    assert TWO_BW.depth == 4 and TWO_BW.width > 1
+    assert TWO_BW.depth == 4
+    assert TWO_BW.width > 1
     assert held(0, width=1) == held(3, width=1) == [LINK, LINK, LINK, PAIR]
     assert held(1, width=1) == [*[LINK] * 4, 2 * LINK]
-    assert held(1, width=2) == [*[LINK] * 4, 2 * LINK, PAIR] and held(1, width=8) == [
+    assert held(1, width=2) == [*[LINK] * 4, 2 * LINK, PAIR]
+    assert held(1, width=8) == [
         *[LINK] * 4,
         2 * LINK,
         GROUP,
     ]
-    assert held(0, depth=1, width=1) == [] and held(0, depth=1, width=4) == [GROUP]
-    assert (
-        held(0, schedule="pipedream-flush") == [LINK] * 3
-        and held(0, schedule="megatron") == []
-    )
+    assert held(0, depth=1, width=1) == []
+    assert held(0, depth=1, width=4) == [GROUP]
+    assert held(0, schedule="pipedream-flush") == [LINK] * 3
+    assert held(0, schedule="megatron") == []
 
 
 # --- a stage
@@ -230,7 +214,11 @@ def test_communicators_by_hand():
 def test_a_stage_by_hand():
     """GPT on 4 stages, 2bw: the second holds 3 microbatches of 4 layers, the last one,
     with its logits."""
-    b, s, h, a, v = 2, 512, 1024, 16, 50304
+    b = 2
+    s = 512
+    h = 1024
+    a = 16
+    v = 50304
     first, second, _, last = Memory(GPT, "bf16", False).stages(TWO_BW)
     layer = s * b * h * (34 + 5 * a * s / h)
     message = 2 * s * b * h
@@ -254,32 +242,27 @@ def test_a_stage_by_hand():
         8 * parameters,
         12 * parameters,
     )
-    assert first.weights == 4 * (parameters + v * h + s * h) and last.weights == 4 * (
-        parameters + v * h + 2 * h
-    )
+    assert first.weights == 4 * (parameters + v * h + s * h)
+    assert last.weights == 4 * (parameters + v * h + 2 * h)
     assert second.total == sum(astuple(second))
 
 
 def test_a_recompute_of_several_layers_keeps_one_input_and_holds_all_of_them():
     """Of 5 layers, 2 at a time: three inputs a microbatch, two whole layers during the
     recompute."""
-    memory, plan = (
-        Memory(GPT, "bf16", False),
-        Plan(1, 4, 1, 2, 8, "full", first=5, last=5),
-    )
-    whole, size = (
-        memory.layer(replace(plan, recompute="none"))[0],
-        2 * 2 * GPT.sequence * GPT.hidden,
-    )
+    memory = Memory(GPT, "bf16", False)
+    plan = Plan(1, 4, 1, 2, 8, "full", first=5, last=5)
+    whole = memory.layer(replace(plan, recompute="none"))[0]
+    size = 2 * 2 * GPT.sequence * GPT.hidden
     stages = {
         n: memory.stage(replace(plan, recompute_layers=n), 1, 5).activations
         for n in (1, 2, 5, 9)
     }
     assert stages == {
-        1: pytest.approx(3 * 5 * size + 1.5 * whole),
-        2: pytest.approx(3 * 3 * size + 2.5 * whole),
-        5: pytest.approx(3 * size + 5.5 * whole),
-        9: pytest.approx(3 * size + 5.5 * whole),
+        1: approx(3 * 5 * size + 1.5 * whole),
+        2: approx(3 * 3 * size + 2.5 * whole),
+        5: approx(3 * size + 5.5 * whole),
+        9: approx(3 * size + 5.5 * whole),
     }
 
 
@@ -292,11 +275,9 @@ def test_megatrons_loss_holds_the_logits_that_are_counted(precision, monkeypatch
 
     # one rank
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
-    tokens, vocab, floats = (
-        128,
-        8192,
-        {"bf16": torch.bfloat16, "fp32": torch.float32}[precision],
-    )
+    tokens = 128
+    vocab = 8192
+    floats = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
     hidden, words = (
         torch.randn(size, 2, dtype=floats, requires_grad=True)
         for size in (tokens, vocab)
@@ -325,13 +306,14 @@ def test_megatrons_loss_holds_the_logits_that_are_counted(precision, monkeypatch
         .stage(Plan(1, 1, 1, 1, 1, schedule="megatron"), 0, 1)
         .logits
     )
-    assert max(itertools.accumulate(changes)) == pytest.approx(counted, rel=0.05)
+    assert max(itertools.accumulate(changes)) == approx(counted, rel=0.05)
 
 
 def most_kept(plan: Plan, stage: int, chunks: set[int]) -> int:
     """Counted from the stage's actions: forwards of `chunks` that wait for their
     backwards, at most."""
-    now, most = 0, 0
+    now = 0
+    most = 0
     for action in plan.pipeline.actions(
         Shape(plan.depth, plan.microbatches, 0, 1), stage, 0
     ):
@@ -357,7 +339,10 @@ def test_interleaved_stages_keep_what_their_lists_of_actions_keep(
     assert [
         (stage.activations - working) / (2 * layer) for stage in memory.stages(plan)
     ] == chunks
-    last, tokens, v, h = most_kept(plan, depth - 1, {virtual - 1}), 512, 50304, 1024
+    last = most_kept(plan, depth - 1, {virtual - 1})
+    tokens = 512
+    v = 50304
+    h = 1024
     assert memory.stages(plan)[-1].logits == tokens * (
         v * (4 * last + 2) + 4 * h * last
     )
@@ -383,10 +368,8 @@ def test_the_heaviest_stage_is_the_heaviest_of_all(case, flash):
 
 def test_some_layers_of_a_stage_are_computed_again():
     model = Model("gpt", 8, 1024, 16, vocab=50304, sequence=512)
-    memory, plan = (
-        Memory(model, "bf16", flash=True),
-        Plan(1, 2, 1, 2, 8, recompute="full"),
-    )
+    memory = Memory(model, "bf16", flash=True)
+    plan = Plan(1, 2, 1, 2, 8, recompute="full")
     one, all_ = (
         memory.layer(plan.changed(recompute=kind))[0] for kind in ("full", "none")
     )
@@ -394,7 +377,7 @@ def test_some_layers_of_a_stage_are_computed_again():
         memory.stage(plan.changed(recompute_block=block), 0, 4).activations
         for block in (1, 2, 3, 4)
     ]
-    assert [before - after for before, after in zip(kept, kept[1:])] == pytest.approx(
+    assert [before - after for before, after in zip(kept, kept[1:])] == approx(
         [2 * (all_ - one)] * 3
     )
     assert kept[3] == memory.stage(plan, 0, 4).activations

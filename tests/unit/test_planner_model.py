@@ -114,7 +114,8 @@ def parse():
         args = parser.parse_args(
             [*model.flags(), *RUN, "--vocab-size", str(model.vocab), *sizes]
         )
-        args.rank, args.world_size = 0, tensor * depth
+        args.rank = 0
+        args.world_size = tensor * depth
         validate_args(args)
         return args
 
@@ -219,10 +220,8 @@ def test_the_vocabulary_is_padded_as_megatron_pads_it(vocab, tensor, parse):
     from megatron.training.vocab_utils import calculate_padded_vocab_size
 
     padded = replace(GPT, vocab=vocab).padded_vocab(tensor)
-    assert (
-        padded == calculate_padded_vocab_size(vocab, 128, tensor)
-        and padded % (128 * tensor) == 0
-    )
+    assert padded == calculate_padded_vocab_size(vocab, 128, tensor)
+    assert padded % (128 * tensor) == 0
     assert vocab <= padded < vocab + 128 * tensor
 
 
@@ -245,24 +244,17 @@ def test_megatron_reads_the_flags_as_they_are_meant(name, parse):
     ) == model.groups
     assert (args.normalization == "RMSNorm") == model.rms_norm
     assert (args.position_embedding_type == "rope") == model.rotary
-    assert (
-        args.rotary_base == model.rotary_base
-        and args.use_rope_scaling == model.rope_scaling
-    )
-    assert (
-        args.rope_scaling_factor == model.rope_factor
-        and args.qk_layernorm == model.qk_norm
-    )
-    assert args.openai_gelu == (model.gelu == "tanh") and (model.gelu == "exact") <= (
-        not args.bias_gelu_fusion
-    )
+    assert args.rotary_base == model.rotary_base
+    assert args.use_rope_scaling == model.rope_scaling
+    assert args.rope_scaling_factor == model.rope_factor
+    assert args.qk_layernorm == model.qk_norm
+    assert args.openai_gelu == (model.gelu == "tanh")
+    assert (model.gelu == "exact") <= (not args.bias_gelu_fusion)
     assert args.layernorm_epsilon == model.norm_epsilon
     assert args.untie_embeddings_and_output_weights != model.tied
     assert args.add_qkv_bias == (model.bias or model.qkv_bias)
-    assert (
-        args.moe_router_pre_softmax == model.pre_softmax
-        and args.moe_aux_loss_coeff == model.aux_loss
-    )
+    assert args.moe_router_pre_softmax == model.pre_softmax
+    assert args.moe_aux_loss_coeff == model.aux_loss
     assert model.latent == (args.kv_lora_rank if args.multi_latent_attention else 0)
     assert (args.attention_dropout > 0) == (args.hidden_dropout > 0) == model.dropout
     assert args.padded_vocab_size in (None, model.padded_vocab())
@@ -273,13 +265,13 @@ def test_megatron_reads_the_flags_as_they_are_meant(name, parse):
 
 
 def test_operations_by_hand():
-    b, s, h = 3, 32, 64
+    b = 3
+    s = 32
+    h = 64
     assert GPT.layer_flops(b) == (24 * b * s * h * h, 4 * b * s * s * h)
     assert GPT.layer_flops(b, 4) == (6 * b * s * h * h, b * s * s * h)
-    assert (
-        GPT.output_flops(b) == 2 * b * s * h * 1024
-        and GPT.output_flops(b, 2) == b * s * h * 1024
-    )
+    assert GPT.output_flops(b) == 2 * b * s * h * 1024
+    assert GPT.output_flops(b, 2) == b * s * h * 1024
     assert BERT.output_flops(b) - GPT.output_flops(b) == 2 * b * s * h * h
     # 96 B s l h² (1 + s/6h + V/16lh) with recompute is 4/3 of it without, but for the
     # logits (arXiv 2104.04473). A causal mask halves the term of s.
@@ -364,7 +356,8 @@ def config(kind: str, *sizes: int, **entries) -> dict:
 
 
 # transformers' defaults are the published small models
-GPT2, BERT_BASE = config("gpt2"), config("bert")
+GPT2 = config("gpt2")
+BERT_BASE = config("bert")
 LLAMA3 = config(
     "llama",
     32,
@@ -415,7 +408,8 @@ def written(tmp_path):
 )
 def test_published_models_have_their_parameters(config, parameters, padding, written):
     model = written(config)
-    assert model.parameters() == parameters + padding and model.name == "my-model"
+    assert model.parameters() == parameters + padding
+    assert model.name == "my-model"
     assert reread(model).parameters() == model.parameters()
 
 
@@ -504,7 +498,5 @@ def test_a_sequence_length_that_nobody_gave_is_of_pretraining(
         model_of(parser.parse_args([*words, "--seq-length", "40960"])).sequence == 40960
     )
     assert not capsys.readouterr().err
-    assert (
-        model_of(parser.parse_args(words)).sequence == 4096
-        and "--seq-length" in capsys.readouterr().err
-    )
+    assert model_of(parser.parse_args(words)).sequence == 4096
+    assert "--seq-length" in capsys.readouterr().err

@@ -112,20 +112,21 @@ def test_a_real_measurement(tmp_path, alone, capsys):
         "gpt",
         1,
     )
-    assert profile.inside is None and profile.between is None
+    assert profile.inside is None
+    assert profile.between is None
     assert profile.optimizer == "Megatron's FP32Optimizer with torch's AdamW"
     assert profile.optimizer_seconds_per_parameter > 0
     for points in (profile.blocks, profile.output):
         small, large = points
         assert (small.microbatch, large.microbatch) == (1, 64)
-        assert small.forward > 0 and small.backward > 0
+        assert small.forward > 0
+        assert small.backward > 0
         assert small.forward + small.backward < large.forward + large.backward
     lines = capsys.readouterr().out.splitlines()
-    assert (
-        sum(line.endswith("MEASURED") for line in lines) == 5
-        and lines[-1] == f"wrote {path}"
-    )
-    assert not cpu.installed() and not dist.is_initialized()
+    assert sum(line.endswith("MEASURED") for line in lines) == 5
+    assert lines[-1] == f"wrote {path}"
+    assert not cpu.installed()
+    assert not dist.is_initialized()
 
 
 def test_a_microbatch_that_exceeds_the_memory_is_omitted(
@@ -139,10 +140,8 @@ def test_a_microbatch_that_exceeds_the_memory_is_omitted(
         return passes(stage, model, size, device)
 
     monkeypatch.setattr(measure, "_passes", full)
-    path, words = (
-        tmp_path / "p.json",
-        ("--device", "cpu", "--repeats", "1", "--microbatches"),
-    )
+    path = tmp_path / "p.json"
+    words = ("--device", "cpu", "--repeats", "1", "--microbatches")
     assert measure.run(options(path, *words, "1,2"), MODEL) == 0
     assert "layer, microbatch 2: does not fit the memory\n" in capsys.readouterr().out
     assert [point.microbatch for point in Profile.load(path).blocks] == [1]
@@ -170,6 +169,7 @@ def test_a_microbatch_that_exceeds_the_memory_is_omitted(
 )
 def test_other_layers(precision, model, alone):
     profile = measure.measure_block(model, precision, [1], "cpu", repeats=1)
-    assert profile.fits(model, precision) is None and profile.architecture == model.kind
+    assert profile.fits(model, precision) is None
+    assert profile.architecture == model.kind
     assert "Float16Optimizer" in profile.optimizer
     assert min(*profile.layer(1), *profile.output_layer(1)) > 0

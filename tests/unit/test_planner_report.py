@@ -7,8 +7,8 @@ import json
 import re
 import shlex
 
-import pytest
 from matplotlib.collections import PolyCollection
+from pytest import approx
 
 from megatron_2bw.schedules import SCHEDULES, Shape
 from megatron_2bw.schedules.interleaved import Interleaved
@@ -53,14 +53,16 @@ def test_the_page_shows_two_batches_and_of_long_ones_a_window_around_the_end_of_
             for e in events
             if e.action.kind == "B" and e.action.microbatch < 2 * plan.microbatches
         )
-        assert begin == 0 and last <= end < 1.5 * last, plan
+        assert begin == 0, plan
+        assert last <= end < 1.5 * last, plan
     events, begin, end = report.first_batches(
         COST, Plan(1, 4, 2, 1, 200, schedule="pipedream-flush")
     )
     first = max(
         e.end for e in events if e.action.kind == "B" and e.action.microbatch < 200
     )
-    assert begin < first < end and end - begin < 0.2 * first
+    assert begin < first < end
+    assert end - begin < 0.2 * first
 
 
 def test_the_page_of_a_report_has_each_plan_once_and_the_simulated_timeline(tmp_path):
@@ -79,16 +81,14 @@ def test_the_page_of_a_report_has_each_plan_once_and_the_simulated_timeline(tmp_
         key=lambda e: -e.throughput,
     )
     shown = [(plan["name"], plan["rate"]) for plan in found["plans"][len(PLANS) :]]
-    assert shown == [
-        (e.plan.title, pytest.approx(e.throughput, rel=5e-3)) for e in others
-    ]
+    assert shown == [(e.plan.title, approx(e.throughput, rel=5e-3)) for e in others]
     for plan, estimate in zip(found["plans"], ESTIMATES):
         assert plan["flags"] == shlex.join(estimate.plan.flags("fp16"))
-        assert max(sum(stage.values()) for stage in plan["memory"]) == pytest.approx(
+        assert max(sum(stage.values()) for stage in plan["memory"]) == approx(
             estimate.heaviest / GIB, rel=1e-3
         )
         each = 1e3 * estimate.seconds / estimate.plan.global_batch
-        assert sum(plan["split"].values()) == pytest.approx(each, rel=1e-2)
+        assert sum(plan["split"].values()) == approx(each, rel=1e-2)
     assert len(found["timelines"]) == len(PLANS)
     for plan, timeline in zip(PLANS, found["timelines"]):
         events, begin, until = report.first_batches(COST, plan)
@@ -101,7 +101,7 @@ def test_the_page_of_a_report_has_each_plan_once_and_the_simulated_timeline(tmp_
             assert timeline["shown"]["actions"][stage].split() == [
                 str(event.action) for event in own
             ]
-            assert timeline["shown"]["starts"][stage] == pytest.approx(
+            assert timeline["shown"]["starts"][stage] == approx(
                 [event.start - begin for event in own]
             )
     # one file
@@ -112,7 +112,9 @@ def test_drawing_of_chunks_and_of_unequal_stages(tmp_path, monkeypatch):
     """Each chunk has its own colour and letter; stages have their own lengths; a
     shorter timeline keeps the axis."""
     times = Times([2.0, 4.0], [4.0, 4.0])
-    long, short, figures = Shape(2, 2, 0, 2), Shape(2, 2, 0, 1), []
+    long = Shape(2, 2, 0, 2)
+    short = Shape(2, 2, 0, 1)
+    figures = []
     monkeypatch.setattr(
         picture, "write_figure", lambda path, figure: figures.append(figure)
     )

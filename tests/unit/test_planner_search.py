@@ -109,10 +109,8 @@ def mixed_splits(
             for s in every_split(cost.model.layers, depth)
             if is_looked_at(s, cost.model.layers)
         ]
-    layers, rates = (
-        cost.model.layers,
-        [1 / cost._compute(device).layer(shape).total for device in devices],
-    )
+    layers = cost.model.layers
+    rates = [1 / cost.compute_of(device).layer(shape).total for device in devices]
     shares = [layers * rate / sum(rates) for rate in rates]
     near = [
         range(max(math.floor(share) - 2, 1), math.ceil(share) + 3) for share in shares
@@ -156,7 +154,8 @@ def kinds(cost: Cost, space: Space, stages: tuple[int, ...]) -> list[dict]:
 
 def everything(cost: Cost, space: Space) -> Iterator[Plan]:
     """All legal plans of a space, by loops over all that a plan consists of."""
-    gpus, layers = cost.cluster.gpus, cost.model.layers
+    gpus = cost.cluster.gpus
+    layers = cost.model.layers
     experts = range(1, max(cost.model.experts, 1) + 1)
     for context, expert, tensor, depth, width in itertools.product(
         space.context, experts, *[range(1, gpus + 1)] * 3
@@ -262,7 +261,8 @@ def further_ahead(cost: Cost, plan: Plan) -> Iterator[Plan]:
     if the batch or the memory do not allow that."""
     if plan.schedule != "2bw" or plan.depth == 1 or not cost.fits(plan):
         return
-    times, d = cost.times(plan), plan.depth
+    times = cost.times(plan)
+    d = plan.depth
     work = [work.total for work in cost.stages(plan)]
     cycle = max(*work, *times.occupied[: d - 1])
     for steps in itertools.count(1):
@@ -303,7 +303,8 @@ def least_extra(
 def is_double(plan: Plan, cost: Cost, space: Space) -> bool:
     """Whether the plan is another one by a choice without effect, or on one stage
     Megatron's schedule."""
-    sizes, servers = (plan.tensor, plan.depth, plan.width), cost.cluster.gpus_per_server
+    sizes = (plan.tensor, plan.depth, plan.width)
+    servers = cost.cluster.gpus_per_server
     same_order = layout(*sizes, False, servers, plan.context) == layout(
         *sizes, True, servers, plan.context
     )
@@ -442,7 +443,8 @@ def test_plans_that_are_too_large_are_listed():
         for p in everything(cost, space)
         if not cost.fits(p) and not is_double(p, cost, space)
     }
-    assert set(search.too_large) == unfit and len(search.too_large) == len(unfit) > 0
+    assert set(search.too_large) == unfit
+    assert len(search.too_large) == len(unfit) > 0
     bounds = [cost.lower_bound(plan) / plan.global_batch for plan in search.too_large]
     assert bounds == sorted(bounds)
     assert search.examined == len(found)
@@ -552,7 +554,8 @@ def planned(
     """A cost and a legal plan of it, whether it fits or not, with up to `rounds` times
     d microbatches, and a few; with any extra warm-up if `ahead`."""
     cost = draw(COSTS)
-    gpus, layers = cost.cluster.gpus, cost.model.layers
+    gpus = cost.cluster.gpus
+    layers = cost.model.layers
     tensor = draw(st.sampled_from([t for t in (1, 2) if gpus % t == 0]))
     depth = draw(
         st.sampled_from(

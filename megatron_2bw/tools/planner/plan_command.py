@@ -12,8 +12,9 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 from megatron_2bw.base.argv import expand_files
@@ -82,203 +83,146 @@ def _parser(prog: str) -> Parser:
     add = parser.add_argument_group("cluster").add_argument
     add("--cluster", required=True, metavar="NAME|FILE.yaml", help=", ".join(CLUSTERS))
     add("--servers", type=whole(1), help="default: of the YAML file, or 1")
-    rates = (
+    network_help = (
         "network of a server, instead of the cluster's: 100gbit, 25gbe, 8x400gbit, "
-        + ", ".join(INFINIBAND)
     )
-    add("--link", type=network, metavar="RATE", help=rates)
-    add(
-        "--gpus-per-server",
-        type=whole(1),
-        help="at most as many as the cluster's servers have",
-    )
-    add(
-        "--profile",
-        type=Path,
-        metavar="FILE.json",
-        help="measured times, from `megatron-2bw plan profile`",
-    )
+    network_help += ", ".join(INFINIBAND)
+    add("--link", type=network, metavar="RATE", help=network_help)
+    most = "at most as many as the cluster's servers have"
+    add("--gpus-per-server", type=whole(1), help=most)
+    measured = "measured times, from `megatron-2bw plan profile`"
+    add("--profile", type=Path, metavar="FILE.json", help=measured)
+    _add_choices(parser.add_argument_group("choices of the search").add_argument)
 
-    add = parser.add_argument_group("choices of the search").add_argument
-    safe = "the largest global batch, in samples, that is safe for convergence"
+    add = parser.add_argument_group("cost and memory").add_argument
+    precision = "default: bf16, or fp16 on GPUs without bf16, fp32 on CPUs"
+    add("--precision", choices=PRECISIONS, help=precision)
+    add(
+        "--grad-reduce-in-bf16", action="store_true", help="of all plans, as Megatron's"
+    )
+    attention = "default: flash in 16 bits, on GPUs that have it"
+    add("--attention", choices=("flash", "core"), help=attention)
+    adam = "fused: Apex's or Transformer Engine's (default: of --profile, or fused where attention is flash)"
+    add("--adam", choices=("fused", "torch"), help=adam)
+    margin = "share of the memory that stays free (default: what CUDA, NCCL and fragmentation take)"
+    add("--memory-margin", type=float, metavar="SHARE", help=margin)
+    count = "number of plans (default: 8)"
+    add("--top", type=whole(1), default=8, metavar="K", help=count)
+
+    add = partial(parser.add_argument_group("files").add_argument, type=Path)
+    add("--json", metavar="FILE", help="all printed figures, and more")
+    add("--script", metavar="FILE.sh", help="the best plan as a torchrun command")
+    add("--sbatch", metavar="FILE.sbatch", help="the best plan as a Slurm job")
+    page = "a page with all plans: timeline, memory, throughput by memory"
+    add("--report", metavar="DIR", help=page)
+    return parser
+
+
+def _add_choices(add: Callable) -> None:
     add(
         "--max-global-batch-size",
         dest="batch",
         type=whole(1),
         required=True,
         metavar="N",
-        help=safe,
+        help="the largest global batch, in samples, that is safe for convergence",
     )
+    names = partial(add, metavar="NAME,...")
     known = f"of {', '.join(SCHEDULE_NAMES)} (1f1b is pipedream-flush)"
-    add(
-        "--schedules",
-        type=names_of(SCHEDULE_NAMES, schedule_name),
-        default=PLANNED,
-        metavar="NAME,...",
-        help=known,
-    )
-    sizes = dict(type=inputs.numbers, metavar="N,...")
-    add(
-        "--tensor-model-parallel-size",
-        dest="tensor",
-        **sizes,
-        help="default: all that are legal",
-    )
-    add(
-        "--pipeline-model-parallel-size",
-        dest="depth",
-        **sizes,
-        help="default: all that are legal",
-    )
-    add(
-        "--micro-batch-size",
-        dest="microbatch",
-        **sizes,
-        help="default: all that are legal",
-    )
-    sequences = "ranks that share a sequence (default: 1, or all that are legal if no plan fits)"
-    add("--context-parallel-size", dest="context", **sizes, help=sequences)
-    add(
-        "--expert-model-parallel-size",
-        dest="expert",
-        **sizes,
-        help="default: all that are legal",
-    )
+    schedules = names_of(SCHEDULE_NAMES, schedule_name)
+    names("--schedules", type=schedules, default=PLANNED, help=known)
+    sizes = {
+        "--tensor-model-parallel-size": "tensor",
+        "--pipeline-model-parallel-size": "depth",
+        "--micro-batch-size": "microbatch",
+        "--context-parallel-size": "context",
+        "--expert-model-parallel-size": "expert",
+    }
+    numbers = partial(add, metavar="N,...")
+    for flag, field in sizes.items():
+        default = "default: all that are legal"
+        if field == "context":
+            default = "ranks that share a sequence (default: 1, or all that are legal if no plan fits)"
+        numbers(flag, dest=field, type=inputs.numbers, help=default)
     known = f"of {', '.join(RECOMPUTES)} (default: these), {BLOCK}"
-    add(
-        "--recompute",
-        type=names_of((*RECOMPUTES, BLOCK)),
-        default=RECOMPUTES,
-        metavar="NAME,...",
-        help=known,
-    )
-    slots = dict(type=names_of((1, 2), whole(1)), default=(2, 1))
-    add("--gradient-slots", **sizes | slots, help="of 2bw: 2, 1 or both")
+    kinds = names_of((*RECOMPUTES, BLOCK))
+    names("--recompute", type=kinds, default=RECOMPUTES, help=known)
+    slots = names_of((1, 2), whole(1))
+    numbers("--gradient-slots", type=slots, default=(2, 1), help="of 2bw: 2, 1 or both")
+    off = partial(add, action="store_false")
     hidden = "by default 2bw hides messages on slow links by extra warm-up"
-    add("--no-extra-warmup", dest="extra_warmup", action="store_false", help=hidden)
+    off("--no-extra-warmup", dest="extra_warmup", help=hidden)
     host = "by default 2bw's optimizer is in host memory where a plan does not fit otherwise"
-    add("--no-host-optimizer", dest="host", action="store_false", help=host)
+    off("--no-host-optimizer", dest="host", help=host)
     correction = (
         "2bw with --two-bw-correction auto, whose step needs more memory (default: yes)"
     )
+    switch = argparse.BooleanOptionalAction
+    add("--extrapolate", action=switch, default=True, help=correction)
     add(
-        "--extrapolate",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help=correction,
-    )
-    replicated = dict(
+        "--no-distributed-optimizer",
         dest="distributed_optimizer",
         action="store_const",
         const=(False,),
         default=(False, True),
-    )
-    add(
-        "--no-distributed-optimizer",
-        **replicated,
         help="by default the search tries both",
     )
     tensor = "with tensor parallelism, as on the CPU"
-    add(
-        "--no-sequence-parallel",
-        dest="sequence_parallel",
-        action="store_false",
-        help=tensor,
-    )
+    off("--no-sequence-parallel", dest="sequence_parallel", help=tensor)
     even = "by default first and last stage may differ from the others"
-    add("--no-uneven-stages", dest="uneven", action="store_false", help=even)
-
-    add = parser.add_argument_group("cost and memory").add_argument
-    default = "default: bf16, or fp16 on GPUs without bf16, fp32 on CPUs"
-    add("--precision", choices=PRECISIONS, help=default)
-    add(
-        "--grad-reduce-in-bf16", action="store_true", help="of all plans, as Megatron's"
-    )
-    add(
-        "--attention",
-        choices=("flash", "core"),
-        help="default: flash in 16 bits, on GPUs that have it",
-    )
-    adam = (
-        "fused: Apex's or Transformer Engine's (default: of --profile, or fused "
-        "where attention is flash)"
-    )
-    add("--adam", choices=("fused", "torch"), help=adam)
-    margin = "share of the memory that stays free (default: what CUDA, NCCL and fragmentation take)"
-    add("--memory-margin", type=float, metavar="SHARE", help=margin)
-    add(
-        "--top",
-        type=whole(1),
-        default=8,
-        metavar="K",
-        help="number of plans (default: 8)",
-    )
-
-    add = parser.add_argument_group("files").add_argument
-    add("--json", type=Path, metavar="FILE", help="all printed figures, and more")
-    add(
-        "--script",
-        type=Path,
-        metavar="FILE.sh",
-        help="the best plan as a torchrun command",
-    )
-    add(
-        "--sbatch",
-        type=Path,
-        metavar="FILE.sbatch",
-        help="the best plan as a Slurm job",
-    )
-    add(
-        "--report",
-        type=Path,
-        metavar="DIR",
-        help="a page with all plans: timeline, memory, throughput by memory",
-    )
-    return parser
+    off("--no-uneven-stages", dest="uneven", help=even)
 
 
 def prepare(options: argparse.Namespace) -> tuple[Cost, Space]:
     """The cost model and the space that the flags describe."""
-    model, cluster = inputs.model_of(options), inputs.cluster_of(options)
-    on_cpu, profile = cluster.device.name == "cpu", cluster.profile
-    precision = "fp32" if on_cpu else "bf16" if cluster.device.bf16 else "fp16"
-    precision = options.precision or (profile.precision if profile else precision)
-    if profile and (fault := profile.fits(model, precision)):
-        raise UserError(f"--profile: {fault}; measure this model")
-    if options.attention == "flash" and (
-        precision == "fp32" or not cluster.device.flash
-    ):
+    cost = _cost(options)
+    contexts = options.context or (1,)
+    if max(contexts) > 1 and not cost.memory.flash:
         raise UserError(
-            f"--attention flash: {cluster.device.name} has none in {precision}; leave it out"
-        )
-    flash = (
-        False
-        if on_cpu
-        else {None: None, "flash": True, "core": False}[options.attention]
-    )
-    if not 0 <= (options.memory_margin or 0) < 1:
-        raise UserError(
-            f"--memory-margin {options.memory_margin:g}: give a share, from 0 to less than 1"
-        )
-    spare = advice.SPARE if options.memory_margin is None else 0.0
-    cost = Cost(model, cluster, precision, flash, options.memory_margin, spare=spare)
-    if options.adam or not (profile or cost.memory.flash):
-        cost.memory.torch_adam = not on_cpu and options.adam != "fused"
-    if max(options.context or (1,)) > 1 and not cost.memory.flash:
-        raise UserError(
-            "--context-parallel-size needs flash attention, of Transformer "
-            "Engine on GPUs: leave it out"
+            "--context-parallel-size needs flash attention, of Transformer Engine on GPUs: leave it out"
         )
     chosen = {
         field.name: getattr(options, field.name)
         for field in fields(Space)
         if hasattr(options, field.name)
     }
-    chosen |= {
-        "sequence_parallel": options.sequence_parallel and not on_cpu,
-        "context": options.context or (1,),
-    }
+    chosen["context"] = contexts
+    if cost.cluster.device.name == "cpu":
+        chosen["sequence_parallel"] = False
     return cost, Space(**chosen)
+
+
+def _cost(options: argparse.Namespace) -> Cost:
+    model = inputs.model_of(options)
+    cluster = inputs.cluster_of(options)
+    device = cluster.device
+    profile = cluster.profile
+    on_cpu = device.name == "cpu"
+    precision = options.precision
+    if not precision and profile:
+        precision = profile.precision
+    elif not precision:
+        precision = "bf16" if device.bf16 else "fp16"
+        precision = "fp32" if on_cpu else precision
+    fault = profile.fits(model, precision) if profile else None
+    if fault:
+        raise UserError(f"--profile: {fault}; measure this model")
+    flash = None if options.attention is None else options.attention == "flash"
+    if flash and (precision == "fp32" or not device.flash):
+        raise UserError(
+            f"--attention flash: {device.name} has none in {precision}; leave it out"
+        )
+    margin = options.memory_margin
+    if not 0 <= (margin or 0) < 1:
+        raise UserError(
+            f"--memory-margin {margin:g}: give a share, from 0 to less than 1"
+        )
+    spare = advice.SPARE if margin is None else 0.0
+    flash = False if on_cpu else flash
+    cost = Cost(model, cluster, precision, flash, margin, spare=spare)
+    if options.adam or not (profile or cost.memory.flash):
+        cost.memory.torch_adam = not on_cpu and options.adam != "fused"
+    return cost
 
 
 def planned(options: argparse.Namespace) -> explain.Result | None:
@@ -286,14 +230,16 @@ def planned(options: argparse.Namespace) -> explain.Result | None:
     cost, space = prepare(options)
     result = _searched(cost, space, options)
     if result and result.fewer:
-        part, given = result.fewer, cost.cluster.gpus
-        idle = f"{given - part.gpus} of {given} GPUs stay idle"
-        print(
-            f"{idle}: {part.gpus} are faster ({explain.part_flags(part)})",
-            file=sys.stderr,
-        )
+        part = result.fewer
+        gpus = cost.cluster.gpus
+        idle = f"{gpus - part.gpus} of {gpus} GPUs stay idle"
+        _note(f"{idle}: {part.gpus} are faster ({explain.part_flags(part)})")
         result = _searched(cost.on(part), space, options)
     return result
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _searched(
@@ -302,22 +248,15 @@ def _searched(
     """Search, and estimate the fastest plans. If no plan fits, print the reason and
     return None."""
     begun = time.monotonic()
-    print(
-        f"searching the plans of {cost.model.name} on {explain.gpus(cost)} ...",
-        file=sys.stderr,
-        flush=True,
-    )
-    shares = dict.fromkeys((cost.spare, 0.0))
-    spaces = [space] + [replace(space, context=None)] * (
-        options.context is None and cost.memory.flash
-    )
-    ways = [(share, each) for each in spaces for share in shares] + [
-        (-advice.TIGHT, space)
-    ]
-    searches = [
-        Search(cost.on(cost.cluster, spare=share), each) for share, each in ways
-    ]
-    for search in searches:
+    _note(f"searching the plans of {cost.model.name} on {explain.gpus(cost)} ...")
+    spaces = [space]
+    if options.context is None and cost.memory.flash:
+        spaces.append(replace(space, context=None))
+    ways = itertools.product(spaces, dict.fromkeys((cost.spare, 0.0)))
+    searches = []
+    for way, spare in (*ways, (space, -advice.TIGHT)):
+        search = Search(cost.on(cost.cluster, spare=spare), way)
+        searches.append(search)
         plans, ties = advice.ranked(search, options.top)
         if plans:
             break
@@ -325,32 +264,18 @@ def _searched(
         print(rejections.nothing_fits(cost, space, searches[0]))
         return None
     if search.space.context is None:
-        print(
-            "nothing fits without context parallelism: planned is --context-parallel-size too",
-            file=sys.stderr,
+        _note(
+            "nothing fits without context parallelism: planned is --context-parallel-size too"
         )
     if search.cost.spare < 0:
-        print(
-            (
-                "no plan fits by the estimate; these are at most "
-                f"{100 * advice.TIGHT:g} % above the memory"
-            ),
-            file=sys.stderr,
-        )
+        limit = f"at most {100 * advice.TIGHT:g} % above the memory"
+        _note(f"no plan fits by the estimate; these are {limit}")
     elif search.cost.spare < cost.spare:
-        print(
-            f"no plan leaves {100 * cost.spare:g} % of the memory free: they may run out",
-            file=sys.stderr,
-        )
-    seconds, cost = time.monotonic() - begun, search.cost
-    return explain.Result(
-        cost,
-        search.space,
-        [cost.estimate(plan) for plan in plans],
-        search,
-        seconds,
-        ties,
-    )
+        spare = f"{100 * cost.spare:g} % of the memory free"
+        _note(f"no plan leaves {spare}: they may run out")
+    seconds = time.monotonic() - begun
+    estimates = [search.cost.estimate(plan) for plan in plans]
+    return explain.Result(search.cost, search.space, estimates, search, seconds, ties)
 
 
 def run_plan(words: list[str], prog: str) -> int:
@@ -358,71 +283,59 @@ def run_plan(words: list[str], prog: str) -> int:
     result = planned(options)
     if result is None:
         return 1
-    cost, best = result.cost, result.estimates[0]
-    print(
-        explain.text(result),
-        rejections.rejections(result),
-        explain.evidence(cost),
-        explain.CAVEAT,
-        sep="\n\n",
-    )
+    cost = result.cost
+    best = result.estimates[0]
+    skipped = rejections.rejections(result)
+    sources = explain.evidence(cost)
+    print(explain.text(result), skipped, sources, explain.CAVEAT, sep="\n\n")
     print("\nA run of the first plan, as --script and --sbatch write it:")
     print(*map(explain.wrapped, training.about(cost, best)), sep="\n")
-    print(
-        "\nFlags of the first plan:\n  "
-        f"{shlex.join([*cost.model.flags(), *best.plan.flags(cost.precision)])}"
-    )
+    flags = [*cost.model.flags(), *best.plan.flags(cost.precision)]
+    print(f"\nFlags of the first plan:\n  {shlex.join(flags)}")
     _write(options, result)
     return 0
 
 
 def _write(options: argparse.Namespace, result: explain.Result) -> None:
     """Write the files that the flags name."""
-    cost, best = result.cost, result.estimates[0]
+    cost = result.cost
+    best = result.estimates[0]
     if options.script:
         jobs.write(options.script, jobs.torchrun_script(cost, best), "--script")
     if options.sbatch:
-        jobs.write(
-            options.sbatch, jobs.sbatch_script(cost, best, cost.model.name), "--sbatch"
-        )
+        text = jobs.sbatch_script(cost, best, cost.model.name)
+        jobs.write(options.sbatch, text, "--sbatch")
     if options.report:
         report.write_report(cost, result.estimates, _cloud(result), options.report)
     if options.json:
         with file_errors(f"--json {options.json}"):
             options.json.parent.mkdir(parents=True, exist_ok=True)
             write_json(options.json, json_out.as_json(result))
-    for path in filter(
-        None, (options.script, options.sbatch, options.report, options.json)
-    ):
-        print(f"wrote {path}", file=sys.stderr)
+    for path in (options.script, options.sbatch, options.report, options.json):
+        if path:
+            _note(f"wrote {path}")
 
 
 def _cloud(result: explain.Result, each: int = 20) -> list[Estimate]:
     """More plans for the page: the fastest of every schedule, in all variants."""
-    spaces = [
-        replace(result.space, schedules=(schedule,))
-        for schedule in result.space.schedules
-    ]
-    searches = [
-        itertools.islice(Search(result.cost, space, distinct=False), each)
-        for space in spaces
-    ]
-    return [result.cost.estimate(plan) for search in searches for _, plan in search]
+    estimates = []
+    for schedule in result.space.schedules:
+        space = replace(result.space, schedules=(schedule,))
+        search = Search(result.cost, space, distinct=False)
+        for _, plan in itertools.islice(search, each):
+            estimates.append(result.cost.estimate(plan))
+    return estimates
 
 
 def run_profile(words: list[str], prog: str) -> int:
-    description = (
-        "Times one layer, the output layer, the optimizer and, under torchrun, the "
-        "links on this machine."
-    )
+    description = "Times one layer, the output layer, the optimizer and, under torchrun, the links on this machine."
     parser = Parser(prog=prog, description=description, allow_abbrev=False)
     inputs.add_model_flags(parser)
     blocks.add_flags(parser)
     options = parser.parse_args(words)
     if options.num_experts or options.multi_latent_attention:
         raise UserError(
-            "--num-experts, --multi-latent-attention: only dense layers with "
-            "plain attention are measured"
+            "--num-experts, --multi-latent-attention: only dense layers with plain attention are measured"
         )
     return blocks.run(options, inputs.model_of(options))
 

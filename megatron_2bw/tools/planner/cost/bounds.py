@@ -9,6 +9,7 @@ is longer than wanted.
 from __future__ import annotations
 
 import math
+import operator
 from itertools import accumulate
 
 from megatron_2bw.schedules import SCHEDULES
@@ -19,133 +20,137 @@ from megatron_2bw.tools.timelines.simulator import Times
 
 def lower_bound(plan: Plan, times: Times) -> float:
     """Seconds per iteration that the plan's dependencies alone take."""
-    return (
-        _with_flush(plan, times)
-        if plan.pipeline.flushes
-        else _without_flush(plan, times)
-    )
+    if plan.pipeline.flushes:
+        return _with_flush(plan, times)
+    return _without_flush(plan, times)
 
 
 def work_bound(
     works: list[Work], microbatches: int, schedule: str, virtual: int
 ) -> float:
-    """As `lower_bound`, from the stages' computation alone."""
+    """Seconds per iteration that the stages' computation alone takes."""
     totals = [work.total for work in works]
     if schedule == "no-pipelining":
         return microbatches * sum(totals)
     if schedule in SCHEDULES and not SCHEDULES[schedule].flushes:
         return microbatches * max(totals)
-    above = accumulate(totals, initial=0.0)
-    return max(
-        microbatches * total + before / virtual for total, before in zip(totals, above)
-    )
+    bound = above = 0.0
+    for total in totals:
+        bound = max(bound, microbatches * total + above / virtual)
+        above += total
+    return bound
+
+
+def _sums(times: list[float], messages: list[float]) -> list[float]:
+    """Seconds from the first stage to each stage."""
+    return [0.0, *accumulate(map(operator.add, times, messages))]
 
 
 def _with_flush(plan: Plan, times: Times) -> float:
-    d, m, chunks = plan.depth, plan.microbatches, plan.virtual
-    forward, backward, reduce, transfer = (
-        times.of(n, d) for n in ("forward", "backward", "reduce", "transfer")
-    )
-    if chunks == 1:
-        return _chain_of_flush(plan, forward, backward, reduce, transfer) + times.step
+    depth = plan.depth
+    forward = times.of("forward", depth)
+    backward = times.of("backward", depth)
+    reduce = times.of("reduce", depth)
+    if plan.virtual == 1:
+        return _chain_of_flush(plan, times) + times.step
     # A stage starts when the first microbatch reaches it, and its last gradient still
     # passes all stages before it.
-    down, up = (
-        [0.0, *accumulate(time / chunks for time in times_)]
-        for times_ in (forward, backward)
-    )
-    work = (m * (f + b) for f, b in zip(forward, backward))
-    return (
-        max(down[s] + w + max(reduce[s], up[s] + reduce[0]) for s, w in enumerate(work))
-        + times.step
-    )
+    down = up = bound = 0.0
+    for f, b, own in zip(forward, backward, reduce):
+        work = plan.microbatches * (f + b)
+        bound = max(bound, down + work + max(own, up + reduce[0]))
+        down += f / plan.virtual
+        up += b / plan.virtual
+    return bound + times.step
 
 
-def _chain_of_flush(plan, forward, backward, reduce, transfer) -> float:
-    d, m = plan.depth, plan.microbatches
-    down = [0.0, *accumulate(f + t for f, t in zip(forward, transfer))]
-    up = [0.0, *accumulate(b + t for b, t in zip(backward, transfer))]
-    whole = sum(forward) + sum(backward) + 2 * sum(transfer[: d - 1])
+def _chain_of_flush(plan: Plan, times: Times) -> float:
+    depth = plan.depth
+    microbatches = plan.microbatches
+    forward = times.of("forward", depth)
+    backward = times.of("backward", depth)
+    reduce = times.of("reduce", depth)
+    transfer = times.of("transfer", depth)
+    down = _sums(forward, transfer)
+    up = _sums(backward, transfer)
+    whole = sum(forward) + sum(backward) + 2 * sum(transfer[: depth - 1])
     if plan.schedule == "no-pipelining":
-        return m * whole + reduce[0]
+        return microbatches * whole + reduce[0]
     bound = 0.0
-    for s in range(d):
-        f, b = forward[s], backward[s]
-        busy = down[s] + m * (f + b)
+    for stage, (f, b) in enumerate(zip(forward, backward)):
+        busy = down[stage] + microbatches * (f + b)
         # The first microbatch's way down and back; then the stage still runs m - 1
         # backwards, and the forwards beyond its warm-up.
-        later = max(m - 1 - plan.pipeline.ahead(plan.shape, s), 0)
+        later = max(microbatches - 1 - plan.pipeline.ahead(plan.shape, stage), 0)
         bound = max(
             bound,
-            busy + reduce[s],
-            busy + up[s] + reduce[0],
-            whole + (m - 1) * b + later * f + reduce[0],
+            busy + reduce[stage],
+            busy + up[stage] + reduce[0],
+            whole + (microbatches - 1) * b + later * f + reduce[0],
         )
     if plan.schedule != "gpipe":
         return bound
     # A round's first microbatch takes the whole way down, its last one the whole way
     # back.
-    return max(
-        bound,
-        plan.rounds * whole
-        + (m - plan.rounds) * (max(forward) + max(backward))
-        + reduce[0],
-    )
+    longest = max(forward) + max(backward)
+    rounds = plan.rounds * whole + (microbatches - plan.rounds) * longest
+    return max(bound, rounds + reduce[0])
 
 
 def _without_flush(plan: Plan, times: Times) -> float:
-    d, m = plan.depth, plan.microbatches
-    forward, backward, reduce, transfer = (
-        times.of(n, d) for n in ("forward", "backward", "reduce", "transfer")
-    )
+    depth = plan.depth
+    microbatches = plan.microbatches
+    forward = times.of("forward", depth)
+    backward = times.of("backward", depth)
+    transfer = times.of("transfer", depth)
     work = [f + b for f, b in zip(forward, backward)]
-    ahead = [*accumulate((1 + more for more in reversed(plan.extra)), initial=0)][::-1]
+    ahead = [0]
+    for extra in reversed(plan.extra):
+        ahead.insert(0, ahead[0] + 1 + extra)
     # Of k successive stages the first is some microbatches ahead of the last: k - 1
     # without extra warm-up. They hold one more than that at a time, so each microbatch
     # passes down and back within as many periods.
-    pairs = [
-        (work[s] + work[s + 1] + 2 * transfer[s]) / (ahead[s] - ahead[s + 1] + 1)
-        for s in range(d - 1)
-    ]
-    whole = (sum(work) + 2 * sum(transfer[: d - 1])) / (ahead[0] + 1)
-    period = max([*pairs, whole, *times.of("occupied", d)[: d - 1]])
-    bound = max(
-        [
-            m * period,
-            *(m * w + cost for w, cost in zip(work, times.of("overlap_cost", d))),
-        ]
-    )
-    if not plan.pipeline.late_step:
-        return bound
-    # The chain through a step that spans all stages. It completes after the last
-    # stage's reduction.
-    down = [0.0, *accumulate(f + t for f, t in zip(forward, transfer))]
-    above = [0.0, *accumulate(b + t for b, t in zip(backward, transfer))]
-    for s, w in enumerate(work):
-        below = (
-            above[d - 1]
-            - above[s]
-            + (backward[d - 1] - backward[s] if s < d - 1 else 0.0)
-        )
-        # the first backward of the next batch, on the last stage first
+    whole = sum(work) + 2 * sum(transfer[: depth - 1])
+    period = max(whole / (ahead[0] + 1), *times.of("occupied", depth)[: depth - 1], 0.0)
+    for s in range(depth - 1):
+        pair = work[s] + work[s + 1] + 2 * transfer[s]
+        period = max(period, pair / (ahead[s] - ahead[s + 1] + 1))
+    bound = microbatches * period
+    for own, cost in zip(work, times.of("overlap_cost", depth)):
+        bound = max(bound, microbatches * own + cost)
+    if plan.pipeline.late_step:
+        bound = max(bound, _chain_of_step(plan, times, ahead))
+    return bound
+
+
+def _chain_of_step(plan: Plan, times: Times, ahead: list[int]) -> float:
+    """The chain through a step that spans all stages. It completes after the last
+    stage's reduction."""
+    last = plan.depth - 1
+    forward = times.of("forward", plan.depth)
+    backward = times.of("backward", plan.depth)
+    reduce = times.of("reduce", plan.depth)
+    transfer = times.of("transfer", plan.depth)
+    down = _sums(forward, transfer)
+    above = _sums(backward, transfer)
+    bound = 0.0
+    for s in range(plan.depth):
+        work = forward[s] + backward[s]
+        below = above[last] - above[s]
+        if s < last:
+            below += backward[last] - backward[s]
         if plan.gradient_slots == 1:
-            bound = max(
-                bound,
-                below
-                + m * w
-                - forward[s]
-                + max(reduce[s], above[s] + reduce[0])
-                + times.step,
-            )
-        # the last backward of the next batch; and, in two periods, the batch after
-        # that, m + w pairs
+            # the first backward of the next batch, on the last stage first
+            reduced = max(reduce[s], above[s] + reduce[0])
+            chain = below + plan.microbatches * work - forward[s] + reduced + times.step
+            bound = max(bound, chain)
         else:
+            # the last backward of the next batch; and, in two periods, the batch after
+            # that, m + w pairs
             after = below + backward[s] + reduce[s] + times.step
-            bound = max(
-                bound,
-                after,
-                (down[s] + (m + ahead[s]) * w + reduce[s] + times.step) / 2,
-            )
+            pairs = (plan.microbatches + ahead[s]) * work
+            two = down[s] + pairs + reduce[s] + times.step
+            bound = max(bound, after, two / 2)
     return bound
 
 
@@ -161,11 +166,13 @@ def warmup_for(
     cycle. From the last stage up, each stage gets the smallest number that satisfies
     this.
     """
-    # way: the longest way down and back so far, in cycles
-    extra, ahead, way = [], 0, works[-1] / cycle
+    extra = []
+    ahead = 0
+    way = works[-1] / cycle  # the longest way down and back so far, in cycles
     for work, sent in zip(works[-2::-1], transfer[len(works) - 2 :: -1]):
         way += (work + 2 * sent) / cycle
         needed = max(ahead + 1, math.ceil(way - 1 - 1e-9))
         extra.append(needed - ahead - 1)
-        ahead, way = needed, max(way, needed + work / cycle)
+        ahead = needed
+        way = max(way, needed + work / cycle)
     return tuple(reversed(extra))

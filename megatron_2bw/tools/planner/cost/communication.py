@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from megatron_2bw.tools.planner.descriptions.cluster import Cluster
 
@@ -77,58 +78,52 @@ def layout(
     """Megatron numbers ranks by tensor, context, data, pipeline; with
     --use-tp-pp-dp-mapping by tensor, context, pipeline, data."""
     each = tensor * context
-    stage_stride, pipeline_stride = (
-        (each, each * depth) if pipeline_inside else (each * width, each)
-    )
+    stage_stride = each if pipeline_inside else each * width
+    pipeline_stride = each * depth if pipeline_inside else each
 
     def server(stage: int, pipeline: int, part: int = 0) -> int:
-        return (
-            stage * stage_stride + pipeline * pipeline_stride + part
-        ) // gpus_per_server
+        rank = stage * stage_stride + pipeline * pipeline_stride + part
+        return rank // gpus_per_server
 
     # (pipeline, first part of its tensor group) of each replica of a stage
-    replicas = [
-        (pipeline, part) for pipeline in range(width) for part in range(0, each, tensor)
-    ]
-    boundaries, servers = [], []
+    parts = range(0, each, tensor)
+    replicas = [(pipeline, part) for pipeline in range(width) for part in parts]
+    boundaries = []
+    servers = []
     for stage in range(depth):
-        places = [
-            (server(stage, *replica), server((stage + 1) % depth, *replica))
-            for replica in replicas
-        ]
-        leaving = Counter(here for here, there in places if here != there)
-        boundaries.append(
-            min(tensor * max(leaving.values(), default=0), gpus_per_server)
-        )
-        both = {
-            server(stage, pipeline, part + end)
-            for pipeline, part in replicas
-            for end in (0, tensor - 1)
-        }
-        servers.append(tuple(sorted(both)))
-    on = min(gpus_per_server, each * depth * width)
-    tensors, chunks = (
-        [server(0, 0, part) for part in parts]
-        for parts in (range(tensor), range(0, each, tensor))
-    )
+        leaving = Counter[int]()
+        places = set()
+        for pipeline, part in replicas:
+            here = server(stage, pipeline, part)
+            if here != server((stage + 1) % depth, pipeline, part):
+                leaving[here] += tensor
+            places |= {here, server(stage, pipeline, part + tensor - 1)}
+        boundaries.append(min(max(leaving.values(), default=0), gpus_per_server))
+        servers.append(tuple(sorted(places)))
     data = [server(0, *replica) for replica in replicas]
-    apart = server(0, 0) != server(depth - 1, 0)
-    firsts = min(tensor * data.count(server(0, 0)), gpus_per_server)
-    ends = Group(2, 2, firsts) if apart else Group(2, 1, 1)
-    groups = _group(tensors, on), _group(data, on), ends
-    routed = _group(data[:expert], on), _group(data[::expert], on)
+    ends = Group(2, 1, 1)
+    if server(0, 0) != server(depth - 1, 0):
+        firsts = tensor * data.count(server(0, 0))
+        ends = Group(2, 2, min(firsts, gpus_per_server))
+    gpus = min(gpus_per_server, each * depth * width)
     return Layout(
-        *groups, tuple(boundaries), _group(chunks, on), *routed, tuple(servers)
+        tensor=_group([server(0, 0, part) for part in range(tensor)], gpus),
+        data=_group(data, gpus),
+        ends=ends,
+        boundaries=tuple(boundaries),
+        context=_group([server(0, 0, part) for part in parts], gpus),
+        experts=_group(data[:expert], gpus),
+        same=_group(data[::expert], gpus),
+        servers=tuple(servers),
     )
 
 
-def _group(servers: list[int], gpus_per_server: int) -> Group:
-    apart = len(set(servers))
-    return Group(
-        len(servers),
-        apart,
-        max(gpus_per_server * apart // len(servers), 1) if apart > 1 else 1,
-    )
+def _group(places: list[int], gpus_per_server: int) -> Group:
+    """The group of the ranks on these servers."""
+    size = len(places)
+    servers = len(set(places))
+    sharers = max(gpus_per_server * servers // size, 1) if servers > 1 else 1
+    return Group(size, servers, sharers)
 
 
 def all_reduce(cluster: Cluster, group: Group, size: float) -> float:
@@ -138,10 +133,9 @@ def all_reduce(cluster: Cluster, group: Group, size: float) -> float:
     Each rank sends 2 (n - 1)/n of the bytes; a server's network carries that once per
     group.
     """
-    inside, between = cluster.inside.latency_us, cluster.between.latency_us
-    latency = 2e-6 * (
-        (group.in_server - 1) * inside + math.log2(group.servers) * between
-    )
+    inside = (group.in_server - 1) * cluster.inside.latency_us
+    between = math.log2(group.servers) * cluster.between.latency_us
+    latency = 2e-6 * (inside + between)
     return 2 * _sent(cluster, group, size) + latency + _start(cluster, group)
 
 
@@ -151,28 +145,21 @@ def half(cluster: Cluster, group: Group, size: float) -> float:
     the network (src/graph/tuning.cc)."""
     if cluster.device.name == "cpu":
         return GLOO * all_reduce(cluster, group, size)
-    inside, between = cluster.inside.latency_us, cluster.between.latency_us
-    latency = 1e-6 * (
-        (group.size - group.servers) * inside + (group.servers - 1) * between
-    )
+    inside = (group.size - group.servers) * cluster.inside.latency_us
+    between = (group.servers - 1) * cluster.between.latency_us
+    latency = 1e-6 * (inside + between)
     return _sent(cluster, group, size) + latency + _start(cluster, group)
 
 
 def _sent(cluster: Cluster, group: Group, size: float) -> float:
     """Seconds in which each rank sends (n - 1)/n of the bytes."""
-    sent, inside, between = (
-        (group.size - 1) / group.size * size,
-        cluster.inside,
-        cluster.between,
-    )
-    seconds = sent / inside.among(group.in_server) if group.in_server > 1 else 0.0
+    sent = (group.size - 1) / group.size * size
+    seconds = 0.0
+    if group.in_server > 1:
+        seconds = sent / cluster.inside.among(group.in_server)
     if group.servers > 1:
-        seconds = max(
-            seconds,
-            sent
-            / between.rate(group.sharers, group.in_server)
-            / between.share(group.servers),
-        )
+        rate = cluster.between.rate(group.sharers, group.in_server)
+        seconds = max(seconds, sent / rate / cluster.between.share(group.servers))
     return seconds
 
 
@@ -180,32 +167,24 @@ def all_to_all(cluster: Cluster, group: Group, size: float) -> float:
     """Seconds in which each rank sends each other one its part of `size` bytes."""
     if group.size == 1:
         return 0.0
-    each, inside, between = size / group.size, cluster.inside, cluster.between
-    seconds, latency = (
-        (group.in_server - 1) * each / inside.among(group.in_server),
-        inside.latency_us,
-    )
+    part = size / group.size
+    seconds = (group.in_server - 1) * part / cluster.inside.among(group.in_server)
+    latency = cluster.inside.latency_us
     if group.servers > 1:  # all ranks of a server send concurrently
-        rate = between.rate(group.sharers * group.in_server)
-        seconds, latency = (
-            max(seconds, (group.size - group.in_server) * each / rate),
-            between.latency_us,
-        )
+        rate = cluster.between.rate(group.sharers * group.in_server)
+        seconds = max(seconds, (group.size - group.in_server) * part / rate)
+        latency = cluster.between.latency_us
     return seconds + latency * 1e-6 + _start(cluster, group)
 
 
 def ring_step(cluster: Cluster, group: Group, size: float) -> float:
     """Seconds in which each rank of a ring sends `size` bytes to the next: one message
     of the group leaves a server."""
-    seconds, latency = (
-        size / cluster.inside.among(group.size),
-        cluster.inside.latency_us,
-    )
+    seconds = size / cluster.inside.among(group.size)
+    latency = cluster.inside.latency_us
     if group.servers > 1:
-        seconds, latency = (
-            max(seconds, size / cluster.between.rate(group.sharers)),
-            cluster.between.latency_us,
-        )
+        seconds = max(seconds, size / cluster.between.rate(group.sharers))
+        latency = cluster.between.latency_us
     return seconds + latency * 1e-6
 
 
@@ -215,13 +194,17 @@ def _start(cluster: Cluster, group: Group) -> float:
     return START * 1e-6 if group.in_server > 1 and cluster.device.name != "cpu" else 0.0
 
 
-def message(cluster: Cluster, leaving: int, size: float) -> tuple[float, float]:
-    """(seconds, seconds for which it occupies the link) of one message to the
-    neighbouring stage.
+class Message(NamedTuple):
+    """Seconds of a message to the neighbouring stage, and those for which it occupies
+    the link."""
 
-    leaving: concurrent messages that leave the same server; 0 if the message stays
-    inside.
-    """
+    seconds: float
+    occupied: float
+
+
+def message(cluster: Cluster, leaving: int, size: float) -> Message:
+    """leaving: concurrent messages that leave the same server; 0 if this one stays
+    inside."""
     link = cluster.between if leaving else cluster.inside
-    taken = size / (link.rate(leaving) if leaving else link.message)
-    return link.latency_us * 1e-6 + taken, taken
+    occupied = size / (link.rate(leaving) if leaving else link.message)
+    return Message(link.latency_us * 1e-6 + occupied, occupied)

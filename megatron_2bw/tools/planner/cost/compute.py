@@ -19,12 +19,7 @@ from megatron_2bw.tools.planner.cost.communication import (
     layout,
     ring_step,
 )
-from megatron_2bw.tools.planner.cost.memory import (
-    ELEMENT,
-    keys_and_values,
-    layer_activations,
-    score_activations,
-)
+from megatron_2bw.tools.planner.cost.memory import Memory
 from megatron_2bw.tools.planner.descriptions.cluster import Cluster
 from megatron_2bw.tools.planner.descriptions.model import Model
 from megatron_2bw.tools.planner.descriptions.plan import Plan, by_fields
@@ -49,6 +44,11 @@ class Work:
     def __mul__(self, count: float) -> Work:
         return Work(self.forward * count, self.backward * count, self.tensor * count)
 
+    def least(self, other: Work) -> Work:
+        """The shorter forward and the shorter backward."""
+        forward = min(self.forward, other.forward)
+        return Work(forward, min(self.backward, other.backward))
+
     @property
     def total(self) -> float:
         return self.forward + self.backward
@@ -59,13 +59,12 @@ class Compute:
     stores its scores."""
 
     def __init__(self, model: Model, cluster: Cluster, precision: str, flash: bool):
-        self.model, self.cluster, self.precision, self.flash = (
-            model,
-            cluster,
-            precision,
-            flash,
-        )
-        self.profile, device = cluster.profile, cluster.device
+        self.model = model
+        self.cluster = cluster
+        self.flash = flash
+        self.memory = Memory(model, precision, flash)
+        self.profile = cluster.profile
+        device = cluster.device
         peak = device.tflops_fp32 if precision == "fp32" else device.tflops
         self.peak = (peak or device.tflops) * 1e12
         self.flops = self.peak * device.gemm_efficiency
@@ -74,83 +73,72 @@ class Compute:
         self.collective_launch = device.collective_launch_us * 1e-6
 
     @by_fields(
-        "tensor",
-        "context",
-        "expert",
-        "microbatch",
-        "recompute",
-        "sequence_parallel",
-        "pipeline_inside",
+        "tensor context expert microbatch recompute sequence_parallel pipeline_inside"
     )
     def layer(self, plan: Plan) -> Work:
         """One layer of the plan's microbatch, with tensor-parallel collectives and
         recompute."""
-        forward, backward = self._kernels(
-            plan.samples, plan.tensor, plan.sequence_parallel, plan.expert
-        )
+        forward, backward = self._kernels(plan)
         # A measured block contains the host's time, and the messages between its ranks.
-        inside = self._measured_with(plan.tensor)
-        more = ADAPTED * bool(self.model.adapter_rank) + ROUTED * bool(
-            self.model.experts
-        )
-        launch, pair = 0.0 if inside else self.launch * (1 + more), 0.0
-        size = (
-            plan.samples
-            * self.model.sequence
-            * self.model.hidden
-            * ELEMENT[self.precision]
-        )
-        # two all-reduces per pass, or four all-gathers and reduce-scatters of as many
-        # bytes
-        if plan.tensor > 1:
-            group = self.layout(plan).tensor
-            collective, count = (half, 4) if plan.sequence_parallel else (all_reduce, 2)
-            pair = count * collective(self.cluster, group, size)
-            # each token as often as it has experts, and once for the shared one
-            if self.model.experts:
-                pair *= (1 + bool(self.model.shared_ffn)) / 2
-                pair += (
-                    count / 2 * collective(self.cluster, group, self.model.topk * size)
-                )
-            if inside:
-                pair = min(pair, forward, backward)
-                forward, backward = forward - pair, backward - pair
-            else:
-                launch += count * self.collective_launch
+        measured = self._measured_with(plan.tensor)
+        launch = 0.0
+        if not measured:
+            launches = ADAPTED * bool(self.model.adapter_rank)
+            launches += ROUTED * bool(self.model.experts)
+            launch = self.launch * (1 + launches)
+        pair = self._tensor_messages(plan)
+        if measured:
+            pair = min(pair, forward, backward)
+            forward -= pair
+            backward -= pair
+        elif plan.tensor > 1:
+            launch += (4 if plan.sequence_parallel else 2) * self.collective_launch
         # to the experts and back; with tensor parallelism each rank sends its part of
         # the sequence
         if plan.expert > 1:
+            size = self.memory.hidden_states(plan)
             size *= self.model.topk / plan.tensor
             pair += 2 * all_to_all(self.cluster, self.layout(plan).experts, size)
             launch += 2 * self.collective_launch
         ring = self._ring(plan, 1)
         launch += (plan.context - 1) * self.collective_launch
-        there, back = pair + ring, pair + self._ring(plan, 2)
-        first, last = (
-            max(forward + there, launch),
-            max(backward + back, BACKWARD_LAUNCH * launch),
-        )
+        there = pair + ring
+        back = pair + self._ring(plan, 2)
+        first = max(forward + there, launch)
+        last = max(backward + back, BACKWARD_LAUNCH * launch)
         if plan.recompute == "full":
-            return Work(first, last + max(forward + there, launch), 2 * there + back)
+            return Work(first, last + first, 2 * there + back)
         if plan.recompute == "selective":  # the core attention
-            stored = score_activations(
-                self.model, plan.samples, plan.tensor, self.flash, self.precision
-            )
-            last += (
-                self._attention(plan.samples, plan.tensor)
-                + TRAFFIC * stored / self.bytes
-                + ring
-            )
+            traffic = TRAFFIC * self.memory.scores(plan) / self.bytes
+            last += self._attention(plan) + traffic + ring
             back += ring
         return Work(first, last, there + back)
+
+    def _tensor_messages(self, plan: Plan) -> float:
+        """Seconds of the tensor-parallel collectives of one pass: two all-reduces, or
+        four all-gathers and reduce-scatters of as many bytes."""
+        if plan.tensor == 1:
+            return 0.0
+        group = self.layout(plan).tensor
+        size = self.memory.hidden_states(plan)
+        count = 4 if plan.sequence_parallel else 2
+        collective = half if plan.sequence_parallel else all_reduce
+        seconds = count * collective(self.cluster, group, size)
+        # each token as often as it has experts, and once for the shared one
+        if self.model.experts:
+            routed = collective(self.cluster, group, self.model.topk * size)
+            seconds *= (1 + bool(self.model.shared_ffn)) / 2
+            seconds += count / 2 * routed
+        return seconds
 
     def _measured_with(self, tensor: int) -> bool:
         return self.profile is not None and self.profile.measured_with(tensor)
 
     def layout(self, plan: Plan) -> Layout:
-        sizes = plan.tensor, plan.depth, plan.width
         return layout(
-            *sizes,
+            plan.tensor,
+            plan.depth,
+            plan.width,
             plan.pipeline_inside,
             self.cluster.gpus_per_server,
             plan.context,
@@ -167,123 +155,86 @@ class Compute:
         """
         if plan.context == 1:
             return 0.0
-        attention = passes * self._attention(plan.samples, plan.tensor) / plan.context
-        size = passes * keys_and_values(
-            self.model, plan.samples, plan.tensor, self.precision
-        )
-        return (plan.context - 1) * max(
-            ring_step(self.cluster, self.layout(plan).context, size) - attention, 0.0
-        )
+        attention = passes * self._attention(plan) / plan.context
+        size = passes * self.memory.keys_and_values(plan)
+        step = ring_step(self.cluster, self.layout(plan).context, size)
+        return (plan.context - 1) * max(step - attention, 0.0)
 
-    def _kernels(
-        self, microbatch: float, tensor: int, sequence_parallel: bool, expert: int = 1
-    ) -> tuple[float, float]:
+    def _kernels(self, plan: Plan) -> tuple[float, float]:
         """(forward, backward) of one layer's kernels; with messages if they were
         measured with so many ranks."""
+        tensor = plan.tensor
+        adapters = self.model.adapter_rank
         if self.profile:
             share = 1 if self._measured_with(tensor) else tensor
-            forward, backward = self.profile.layer(microbatch, tensor // share)
-            # the gradients of the inputs alone
-            backward = forward if self.model.adapter_rank else backward
+            forward, backward = self.profile.layer(plan.samples, tensor // share)
+            if adapters:  # the gradients of the inputs alone
+                backward = forward
             return forward / share, backward / share
-        stored = layer_activations(
-            self.model,
-            microbatch,
-            tensor,
-            sequence_parallel,
-            self.flash,
-            self.precision,
-        )
-        traffic = (
-            TRAFFIC * stored / self.bytes
-            + KERNELS * self.cluster.device.kernel_us * 1e-6
-        )
-        attention = self._attention(microbatch, tensor)
+        traffic = TRAFFIC * self.memory.activations(plan) / self.bytes
+        traffic += KERNELS * self.cluster.device.kernel_us * 1e-6
+        attention = self._attention(plan)
         # The forward's products sum over the inputs; the backward's over the outputs
         # (gradient of the inputs) and over the tokens (gradient of the weights).
-        tokens, forward, backward = microbatch * self.model.sequence, 0.0, 0.0
+        tokens = plan.samples * self.model.sequence
+        forward = 0.0
+        backward = 0.0
         for inputs, outputs in self.model.matrix_sides(tensor):
             forward += self.product(tokens, inputs, outputs)
             backward += self.product(tokens, outputs, inputs)
-            weights = self.product(inputs, tokens, outputs)
             # A frozen matrix has no gradient; its adapter has two products in a forward
             # and four in a backward.
-            thin = (
-                2 * tokens * self.model.adapter_rank * (inputs + outputs) / self.flops
-            )
-            forward, backward = (
-                forward + thin,
-                backward + (2 * thin if thin else weights),
-            )
+            thin = 2 * tokens * adapters * (inputs + outputs) / self.flops
+            forward += thin
+            backward += 2 * thin if thin else self.product(inputs, tokens, outputs)
         # experts of a rank, with equal parts of the tokens
-        own = self.model.experts / expert
+        experts = self.model.experts / plan.expert
         for inputs, outputs in self.model.expert_sides(tensor):
-            rows = tokens * self.model.topk / own
-            weights = (
-                0.0 if self.model.adapter_rank else self.product(inputs, rows, outputs)
-            )
-            forward += own * self.product(rows, inputs, outputs)
-            backward += own * (self.product(rows, outputs, inputs) + weights)
+            rows = tokens * self.model.topk / experts
+            weights = 0.0 if adapters else self.product(inputs, rows, outputs)
+            forward += experts * self.product(rows, inputs, outputs)
+            backward += experts * (self.product(rows, outputs, inputs) + weights)
         return forward + attention + traffic, backward + 2 * attention + traffic
 
     def product(self, rows: float, inner: float, columns: float) -> float:
         """Seconds of a matrix product that sums over `inner`. In the last round of its
         tiles half of the units idle, and each tile takes the time of FILL more sums to
         fill and to empty the pipeline of its unit."""
-        return (
-            2 * rows * columns * (inner + FILL)
-            + TILE * self.cluster.device.units * inner
-        ) / self.flops
+        tiles = TILE * self.cluster.device.units * inner
+        return (2 * rows * columns * (inner + FILL) + tiles) / self.flops
 
-    def _attention(self, microbatch: float, tensor: int) -> float:
+    def _attention(self, plan: Plan) -> float:
         """Seconds of the forward of the scores and of their product with the values.
         Flash attention omits the half that a causal mask discards."""
-        flops = self.model.layer_flops(microbatch, tensor)[1]
+        _, flops = self.model.layer_flops(plan.samples, plan.tensor)
         if not self.flash:
             return flops / self.flops
-        share = (
-            self.cluster.device.attention_efficiency
-            or self.cluster.device.gemm_efficiency
-        )
+        device = self.cluster.device
+        share = device.attention_efficiency or device.gemm_efficiency
         return flops * (1 if self.model.kind == "bert" else 0.5) / (self.peak * share)
 
     def embedding(self, plan: Plan) -> Work:
         """Look-up, positions and dropout: only memory traffic."""
-        size = (
-            plan.samples
-            * self.model.sequence
-            * self.model.hidden
-            * ELEMENT[self.precision]
-        )
-        forward = max(4 * size / self.bytes, 0 if self.profile else self.launch / 4)
+        traffic = 4 * self.memory.hidden_states(plan) / self.bytes
+        forward = max(traffic, 0 if self.profile else self.launch / 4)
         return Work(forward, 2 * forward)
 
     def output(self, plan: Plan) -> Work:
         """Final norm, output layer and loss."""
+        vocab = self.model.padded_vocab(plan.tensor)
+        adapters = self.model.adapter_rank
         if self.profile:
-            profile, ranks = (
-                self.profile,
-                plan.tensor if self._measured_with(plan.tensor) else 1,
-            )
-            there = replace(self.model, vocab=profile.vocab).padded_vocab(ranks)
-            share = self.model.padded_vocab(plan.tensor) / there * ranks / plan.tensor
-            forward, backward = profile.output_layer(plan.samples, ranks)
-            return Work(
-                forward * share,
-                (forward if self.model.adapter_rank else backward) * share,
-            )
-        logits = (
-            plan.samples
-            * self.model.sequence
-            * self.model.padded_vocab(plan.tensor)
-            / plan.tensor
-        )
+            ranks = plan.tensor if self._measured_with(plan.tensor) else 1
+            there = replace(self.model, vocab=self.profile.vocab).padded_vocab(ranks)
+            share = vocab / there * ranks / plan.tensor
+            forward, backward = self.profile.output_layer(plan.samples, ranks)
+            return Work(forward * share, (forward if adapters else backward) * share)
+        logits = plan.samples * self.model.sequence * vocab / plan.tensor
         seconds = self.model.output_flops(plan.samples, plan.tensor) / self.flops
         traffic = LOGIT_TRAFFIC * logits / self.bytes
-        back = seconds if self.model.adapter_rank else 2 * seconds
-        return Work(
-            max(seconds + traffic, self.launch), max(back + traffic, self.launch)
-        )
+        back = seconds if adapters else 2 * seconds
+        forward = max(seconds + traffic, self.launch)
+        return Work(forward, max(back + traffic, self.launch))
 
     def update(self, parameters: float, owned: float) -> float:
         """The optimizer's step on one GPU: it reads and writes gradients, two moments
@@ -295,13 +246,11 @@ class Compute:
         return seconds + self.cluster.device.step_us * 1e-6
 
     def host_update(self, owned: float, gradient: int, weight: int) -> float:
-        """The same in host memory, with the norm, clipping, the conversion to 16 bits
-        and the copies in and out."""
+        """The optimizer's step in host memory, with the norm, clipping, the conversion
+        to 16 bits and the copies in and out."""
         device = self.cluster.device
-        copies, cores = (
-            (gradient + weight) / device.pcie_gb_s,
-            HOST_TRAFFIC / device.host_gb_s,
-        )
+        copies = (gradient + weight) / device.pcie_gb_s
+        cores = HOST_TRAFFIC / device.host_gb_s
         return owned * (copies + cores) / 1e9
 
 
@@ -321,7 +270,8 @@ ADAPTED = 1.0
 # Elements of a matrix product that one unit computes per round, and the sums by which
 # FILL lengthens each tile: the pair with the least scatter over 168 products that
 # SimuMax measured on an A100 (bench/measured/simumax_kernels.csv).
-TILE, FILL = 256 * 128, 200
+TILE = 256 * 128
+FILL = 200
 # Bytes moved for each logit: a write and a read of 16 bits, a write and a read of the
 # 32-bit exponential, and sums.
 LOGIT_TRAFFIC = 16

@@ -42,11 +42,9 @@ BYTES = {
 
 def bytes_of(precision: str, grad_reduce_in_bf16: bool = False) -> Bytes:
     """BYTES; gradients in 16 bits are copied into 32 for the step."""
-    return (
-        replace(BYTES[precision], gradient=2, copy=4)
-        if grad_reduce_in_bf16
-        else BYTES[precision]
-    )
+    if grad_reduce_in_bf16:
+        return replace(BYTES[precision], gradient=2, copy=4)
+    return BYTES[precision]
 
 
 # bytes a parameter of torch's Adam on a GPU: the square roots of all second moments,
@@ -59,11 +57,15 @@ ROOTS = 4
 # MB for one direction to one neighbour. The bytes are linear in the channels (issue
 # 864): a run has 4 for messages (flags/environment.py), and PAIR and GROUP have
 # CHANNELS. Collectives over a network take less.
-LINK, PAIR, GROUP, CHANNELS = 235e6 * 4 / 32, 544e6, 688e6, 24
+LINK = 235e6 * 4 / 32
+PAIR = 544e6
+GROUP = 688e6
+CHANNELS = 24
 # Bytes of a CUDA context with the libraries' workspaces (a typical value), and the
 # share of the allocated bytes that torch reserves on top: in 43 runs of SimuMax on B200
 # at most 9.3 % (docs/b200).
-CONTEXT, FRAGMENTS = 0.75 * GIB, 0.1
+CONTEXT = 0.75 * GIB
+FRAGMENTS = 0.1
 
 
 def communicators(plan: Plan, stage: int, tied: bool = True) -> list[float]:
@@ -79,51 +81,49 @@ def communicators(plan: Plan, stage: int, tied: bool = True) -> list[float]:
         return []
     # with context parallelism a run leaves NCCL its channels
     link = LINK if plan.context == 1 else LINK * 32 / 4
-    boundaries = [
-        boundary for boundary in (stage - 1, stage) if 0 <= boundary < plan.depth - 1
-    ]
-    links = [link] * sum(
-        2 * (1 + max(plan.extra[boundary % 2 :: 2])) for boundary in boundaries
-    )
-    links += [link * len(boundaries)] * bool(boundaries)
+    links = []
+    boundaries = 0
+    for boundary in (stage - 1, stage):
+        if 0 <= boundary < plan.depth - 1:
+            boundaries += 1
+            links += [link] * (2 + 2 * max(plan.extra[boundary % 2 :: 2]))
+    if boundaries:
+        links.append(link * boundaries)
     if not plan.pipeline.late_step:
         return links
     return links + _replicas(plan) + _ends(plan, stage, tied)
 
 
 def megatrons_communicators(plan: Plan, stage: int, tied: bool = True) -> list[float]:
-    """As `communicators`, Megatron's own: tensor, context, expert and data parallelism,
-    and the tied embeddings' at both ends."""
-    return (
-        sum(map(_among, (plan.tensor, plan.context, plan.expert)), [])
-        + _replicas(plan)
-        + _ends(plan, stage, tied)
-    )
+    """Bytes of Megatron's own communicators: tensor, context, expert and data
+    parallelism, and the tied embeddings' at both ends."""
+    held = _among(plan.tensor) + _among(plan.context) + _among(plan.expert)
+    return held + _replicas(plan) + _ends(plan, stage, tied)
 
 
 def _replicas(plan: Plan) -> list[float]:
-    """Of all weights, and of experts."""
-    return _among(plan.replicas) + (
-        _among(plan.replicas // plan.expert) if plan.expert > 1 else []
-    )
+    """The groups of replicas of all weights, and of experts."""
+    held = _among(plan.replicas)
+    return held + _among(plan.replicas // plan.expert) if plan.expert > 1 else held
 
 
 def _among(ranks: int) -> list[float]:
-    return [PAIR if ranks == 2 else GROUP] if ranks > 1 else []
+    if ranks == 1:
+        return []
+    return [PAIR if ranks == 2 else GROUP]
 
 
 def _ends(plan: Plan, stage: int, tied: bool) -> list[float]:
-    return [PAIR] * (tied and plan.depth > 1 and stage in (0, plan.depth - 1))
+    at_end = plan.depth > 1 and stage in (0, plan.depth - 1)
+    return [PAIR] if tied and at_end else []
 
 
-def shards_of(plan: Plan, experts: bool = False) -> int:
+def _shards(plan: Plan, experts: bool) -> int:
     """GPUs that share the optimizer's states of the same weights, which are those of
     experts or others."""
-    return (
-        plan.replicas // (plan.expert if experts else 1)
-        if plan.distributed_optimizer
-        else 1
-    )
+    if not plan.distributed_optimizer:
+        return 1
+    return plan.replicas // plan.expert if experts else plan.replicas
 
 
 @dataclass(frozen=True)
@@ -147,73 +147,7 @@ class StageMemory:
         return self.certain + self.activations + self.logits + self.buffers
 
 
-def layer_activations(
-    model: Model,
-    microbatch: float,
-    tensor: int,
-    sequence_parallel: bool,
-    flash: bool,
-    precision: str,
-) -> float:
-    """Bytes that one layer keeps for one microbatch's backward, without recompute.
-
-    For a GPT in 16 bits: sbh (10 + 24/t + 5as/(ht)), or sbh (34/t + 5as/(ht)) with
-    sequence parallelism.
-    """
-    tokens, element, mask = (
-        microbatch * model.sequence,
-        ELEMENT[precision],
-        int(model.dropout),
-    )
-    # inputs of two norms and two linear layers, two masks
-    whole = tokens * model.hidden * (4 * element + 2 * mask)
-    # Q, K, V, and the projection's input
-    attention = element * (2 * model.query_size + 2 * model.key_size)
-    # the part of Q and K with positions, and what keys and values come from
-    if model.latent:
-        attention += element * (
-            2 * model.heads * model.rotary_head
-            + tensor * (model.latent + model.rotary_head)
-        )
-    scores = score_activations(model, microbatch, tensor, flash, precision)
-    # Inputs of the activation function and of the second matrix.
-    each = element * (3 if model.gated else 2) * tokens / tensor
-    mlp = each * (
-        model.shared_ffn + model.topk * model.expert_ffn if model.experts else model.ffn
-    )
-    # each token as often as it has experts, before them and behind; the router's
-    # probabilities
-    if model.experts:
-        mlp += tokens * (2 * element * model.topk * model.hidden + 8 * model.experts)
-    return (
-        whole / (tensor if sequence_parallel else 1)
-        + tokens * attention / tensor
-        + mlp
-        + scores
-    )
-
-
-def score_activations(
-    model: Model, microbatch: float, tensor: int, flash: bool, precision: str
-) -> float:
-    """The part that selective recompute frees: softmax, its dropout's mask and output
-    (5as²b/t in 16 bits)."""
-    if flash:
-        # one number per row
-        return 4 * microbatch * model.sequence * model.heads / tensor
-    each = 2 * ELEMENT[precision] + 1 if model.dropout else ELEMENT[precision]
-    return each * model.heads * model.sequence**2 * microbatch / tensor
-
-
-def keys_and_values(
-    model: Model, microbatch: float, tensor: int, precision: str
-) -> float:
-    """Bytes of one layer's keys and values."""
-    return (
-        2 * microbatch * model.sequence * model.key_size / tensor * ELEMENT[precision]
-    )
-
-
+@dataclass(eq=False)
 class Memory:
     """Bytes of a model's plans in a precision.
 
@@ -225,21 +159,67 @@ class Memory:
                 all layers
     """
 
-    def __init__(
-        self,
-        model: Model,
-        precision: str,
-        flash: bool,
-        torch_adam: bool = False,
-        engine: bool = False,
-    ):
-        self.model, self.precision, self.flash, self.torch_adam = (
-            model,
-            precision,
-            flash,
-            torch_adam,
-        )
-        self.engine, self.element = engine, ELEMENT[precision]
+    model: Model
+    precision: str
+    flash: bool
+    torch_adam: bool = False
+    engine: bool = False
+
+    @property
+    def element(self) -> int:
+        return ELEMENT[self.precision]
+
+    def hidden_states(self, plan: Plan) -> float:
+        """Bytes of a microbatch's hidden states, which a message carries."""
+        return plan.samples * self.model.sequence * self.model.hidden * self.element
+
+    def activations(self, plan: Plan) -> float:
+        """Bytes that one layer keeps for one microbatch's backward, without recompute.
+
+        For a GPT in 16 bits: sbh (10 + 24/t + 5as/(ht)), or sbh (34/t + 5as/(ht)) with
+        sequence parallelism.
+        """
+        model = self.model
+        element = self.element
+        tensor = plan.tensor
+        tokens = plan.samples * model.sequence
+        # inputs of two norms and two linear layers, two masks
+        whole = tokens * model.hidden * (4 * element + 2 * model.dropout)
+        # Q, K, V, and the projection's input
+        attention = element * (2 * model.query_size + 2 * model.key_size)
+        # the part of Q and K with positions, and what keys and values come from
+        if model.latent:
+            attention += element * (
+                2 * model.heads * model.rotary_head
+                + tensor * (model.latent + model.rotary_head)
+            )
+        # inputs of the activation function and of the second matrix
+        mlp = element * (3 if model.gated else 2) * tokens / tensor
+        if model.experts:
+            mlp *= model.shared_ffn + model.topk * model.expert_ffn
+            # each token as often as it has experts, before them and behind; the
+            # router's probabilities
+            mlp += tokens * (
+                2 * element * model.topk * model.hidden + 8 * model.experts
+            )
+        else:
+            mlp *= model.ffn
+        linear = whole / plan.sequence_ranks + tokens * attention / tensor + mlp
+        return linear + self.scores(plan)
+
+    def scores(self, plan: Plan) -> float:
+        """The part that selective recompute frees: softmax, its dropout's mask and
+        output (5as²b/t in 16 bits)."""
+        model = self.model
+        if self.flash:  # one number per row
+            return 4 * plan.samples * model.sequence * model.heads / plan.tensor
+        each = 2 * self.element + 1 if model.dropout else self.element
+        return each * model.heads * model.sequence**2 * plan.samples / plan.tensor
+
+    def keys_and_values(self, plan: Plan) -> float:
+        """Bytes of one layer's keys and values."""
+        elements = 2 * plan.samples * self.model.sequence * self.model.key_size
+        return elements / plan.tensor * self.element
 
     def stages(self, plan: Plan) -> list[StageMemory]:
         """Every stage, first to last."""
@@ -250,46 +230,40 @@ class Memory:
         """Bytes of the heaviest stage. Of the stages between the ends the second has
         most microbatches in flight."""
         layers = plan.layers_of(self.model)
-        stages = (
-            range(plan.depth)
-            if plan.stages
-            else {0, min(1, plan.depth - 1), plan.depth - 1}
-        )
+        stages = {0, min(1, plan.depth - 1), plan.depth - 1}
+        if plan.stages:
+            stages = range(plan.depth)
         return max(self.stage(plan, stage, layers[stage]).total for stage in stages)
 
     def stage(self, plan: Plan, stage: int, layers: int) -> StageMemory:
-        shape, schedule = plan.shape, plan.pipeline
-        weights, *others = self.state(
-            plan, stage, layers, schedule.max_versions(shape, stage)
-        )
+        shape = plan.shape
+        schedule = plan.pipeline
+        versions = schedule.max_versions(shape, stage)
+        weights, gradients, optimizer = self.state(plan, stage, layers, versions)
         in_flight = schedule.max_in_flight(shape, stage)
         activations, logits = self._activations(plan, stage, layers, in_flight)
-        message = plan.samples * self.model.sequence * self.model.hidden * self.element
         sides = (stage > 0) + (stage < plan.depth - 1)
         # Received and not yet computed, because of extra warm-up.
-        waiting = (
-            sum(plan.extra[max(stage - 1, 0) : stage + 1]) if plan.extra_warmup else 0
-        )
-        buffers = (4 * sides + 2 * waiting) * message  # two slots, two directions
-        buffers /= plan.tensor if plan.sequence_parallel else 1
-        # a step that is not late may take what the activations had
+        waiting = 0
+        if plan.extra_warmup:
+            waiting = sum(plan.extra[max(stage - 1, 0) : stage + 1])
+        # two slots, two directions
+        buffers = (4 * sides + 2 * waiting) * self.hidden_states(plan)
+        buffers /= plan.sequence_ranks
         if self.torch_adam and not plan.host:
             roots = ROOTS * self.owned(plan, stage, layers)
-            buffers += (
-                roots
-                if schedule.late_step
-                else max(0.0, roots - activations - logits - buffers)
-            )
+            # a step that is not late may take what the activations had
+            if not schedule.late_step:
+                roots = max(0.0, roots - activations - logits - buffers)
+            buffers += roots
         if self.engine:
-            matrices = self.model.matrix_sides(plan.tensor) + self.model.expert_sides(
-                plan.tensor
-            )
-            buffers += self.element * sum(
-                inputs * outputs for inputs, outputs in matrices
-            )
+            tensor = plan.tensor
+            sides = self.model.matrix_sides(tensor) + self.model.expert_sides(tensor)
+            buffers += self.element * sum(map(math.prod, sides))
         return StageMemory(
             weights + self.frozen(plan, stage, layers),
-            *others,
+            gradients,
+            optimizer,
             activations,
             logits,
             buffers,
@@ -298,26 +272,26 @@ class Memory:
     def state(self, plan: Plan, stage: int, layers: int, versions: int) -> list[float]:
         """Bytes of (weights, gradients, optimizer) of the trained parameters on one GPU
         of the stage."""
-        kinds = [
-            (count, self.a_parameter(plan, versions, e))
-            for e, count in self._kinds(plan, stage, layers)
-        ]
-        return [sum(count * each[of] for count, each in kinds) for of in range(3)]
+        sizes: list[float] = [0, 0, 0]
+        for experts, count in self._kinds(plan, stage, layers):
+            each = self.a_parameter(plan, versions, experts)
+            for place, size in enumerate(each):
+                sizes[place] += count * size
+        return sizes
 
     def owned(self, plan: Plan, stage: int, layers: int) -> float:
         """Trained parameters of whose optimizer's states one GPU of the stage has its
         share."""
-        return sum(
-            count / shards_of(plan, experts)
-            for experts, count in self._kinds(plan, stage, layers)
-        )
+        kinds = self._kinds(plan, stage, layers)
+        return sum(count / _shards(plan, experts) for experts, count in kinds)
 
     def _kinds(self, plan: Plan, stage: int, layers: int) -> list[tuple[bool, float]]:
+        """(whether they are of experts, count) of the trained parameters."""
+        count = self.parameters(plan, stage, layers)
         experts = self.experts(plan, stage, layers)
-        return [
-            (False, self.parameters(plan, stage, layers) - experts),
-            *[(True, experts)] * bool(experts),
-        ]
+        if not experts:
+            return [(False, count)]
+        return [(False, count - experts), (True, experts)]
 
     def a_parameter(
         self, plan: Plan, versions: int, experts: bool = False
@@ -328,26 +302,22 @@ class Memory:
         each = bytes_of(self.precision, plan.grad_reduce_in_bf16)
         if plan.host:
             return each.weight * versions, each.gradient, 0.0
+        shards = _shards(plan, experts)
         slots = plan.gradient_slots if plan.pipeline.late_step else 1
-        slots = 1 + 1 / shards_of(plan, experts) if slots == "shard" else slots
-        optimizer = (
-            each.main + each.copy + each.moments + 4 * plan.extrapolate
-        ) / shards_of(plan, experts)
-        return each.weight * versions, each.gradient * slots, optimizer
+        if slots == "shard":
+            slots = 1 + 1 / shards
+        optimizer = each.main + each.copy + each.moments + 4 * plan.extrapolate
+        return each.weight * versions, each.gradient * slots, optimizer / shards
 
     def host_bytes(self, plan: Plan) -> list[float]:
         """Bytes of host memory for one GPU of each stage: gradients, main weights,
         moments, and new weights."""
-        each, layers = (
-            bytes_of(self.precision, plan.grad_reduce_in_bf16),
-            plan.layers_of(self.model),
-        )
+        each = bytes_of(self.precision, plan.grad_reduce_in_bf16)
         # in fp32 the main weights are copies too
         optimizer = 4 + each.copy + each.moments + 4 * plan.extrapolate
         size = each.gradient + optimizer + each.weight
-        return [
-            size * self.owned(plan, stage, layers[stage]) for stage in range(plan.depth)
-        ]
+        stages = enumerate(plan.layers_of(self.model))
+        return [size * self.owned(plan, *stage) for stage in stages]
 
     def parameters(self, plan: Plan, stage: int, layers: int) -> float:
         """Trained parameters on one GPU of the stage."""
@@ -355,12 +325,11 @@ class Memory:
         return adapters or self._all_parameters(plan, stage, layers)
 
     def experts(self, plan: Plan, stage: int, layers: int) -> float:
-        """Those of experts among them."""
+        """Trained parameters of experts on one GPU of the stage."""
         if not self.model.experts or self.model.adapter_rank:
             return 0.0
-        return (layers - self._dense(stage, layers)) * self.model.expert_parameters(
-            plan.tensor, plan.expert
-        )
+        each = self.model.expert_parameters(plan.tensor, plan.expert)
+        return (layers - self._dense(stage, layers)) * each
 
     def _dense(self, stage: int, layers: int) -> int:
         """Layers without experts among the `layers` of a stage of a mixture; none is
@@ -369,38 +338,33 @@ class Memory:
 
     def frozen(self, plan: Plan, stage: int, layers: int) -> float:
         """Bytes of the weights on one GPU of the stage that are not trained."""
-        return (
-            self.element * self._all_parameters(plan, stage, layers)
-            if self.model.adapter_rank
-            else 0.0
-        )
+        if not self.model.adapter_rank:
+            return 0.0
+        return self.element * self._all_parameters(plan, stage, layers)
 
     def _all_parameters(self, plan: Plan, stage: int, layers: int) -> float:
         layer, embedding, output, tied = self._parts(plan)
         count = layers * layer
         if stage == 0:
             count += embedding
-            if dense := self._dense(stage, layers):
-                count += dense * (
-                    self.model.without_experts.layer_parameters(plan.tensor) - layer
-                )
+            dense = self._dense(stage, layers)
+            if dense:
+                plain = self.model.without_experts.layer_parameters(plan.tensor)
+                count += dense * (plain - layer)
         if stage == plan.depth - 1:
             count += output - (tied if plan.depth == 1 else 0.0)
         return count
 
-    @by_fields("tensor", "expert")
+    @by_fields("tensor expert")
     def _parts(self, plan: Plan) -> tuple[float, float, float, float]:
         """Parameters of a layer, the embedding, the output layer, and the words that
         two stages would both hold."""
-        model, tensor = self.model, plan.tensor
+        model = self.model
+        tensor = plan.tensor
         tied = model.padded_vocab(tensor) * model.hidden / tensor if model.tied else 0.0
         layer = model.layer_parameters(tensor, plan.expert)
-        return (
-            layer,
-            model.embedding_parameters(tensor),
-            model.output_parameters(tensor),
-            tied,
-        )
+        embedding = model.embedding_parameters(tensor)
+        return layer, embedding, model.output_parameters(tensor), tied
 
     def _activations(
         self, plan: Plan, stage: int, layers: int, in_flight: int
@@ -415,63 +379,52 @@ class Memory:
             together = min(plan.recompute_layers, chunk)
             working += (together - 1) * self.layer(plan.changed(recompute="none"))[0]
             chunk = math.ceil(chunk / together)
-        if 0 < plan.recompute_block < chunk:  # the other layers keep all
-            kept_all = (chunk - plan.recompute_block) * self.layer(
-                plan.changed(recompute="none")
-            )[0]
-            activations = in_flight * (kept * plan.recompute_block + kept_all) + working
+        block = plan.recompute_block
+        if 0 < block < chunk:  # the other layers keep all
+            others, _ = self.layer(plan.changed(recompute="none"))
+            kept_all = (chunk - block) * others
+            activations = in_flight * (kept * block + kept_all) + working
         else:
             activations = in_flight * kept * chunk + working
         tokens = plan.samples * self.model.sequence
         # The first of a stage's chunks has the embedding, the last one the output
         # layer.
-        embedded = in_flight
+        chunk_in_flight = in_flight
         if plan.virtual > 1:
-            embedded = _first_chunk(
-                plan.depth, plan.virtual, min(plan.microbatches, 4 * plan.depth)
-            )
+            microbatches = min(plan.microbatches, 4 * plan.depth)
+            in_flight = _first_chunk(plan.depth, plan.virtual, microbatches)
+            chunk_in_flight = 1
         if stage == 0 and self.model.dropout:
-            activations += (
-                embedded
-                * tokens
-                * self.model.hidden
-                / (plan.tensor if plan.sequence_parallel else 1)
-            )
+            masks = in_flight * tokens * self.model.hidden
+            activations += masks / plan.sequence_ranks
         if stage < plan.depth - 1:
             return activations, 0.0
-        chunk_in_flight = in_flight if plan.virtual == 1 else 1
         logits = tokens * self.model.padded_vocab(plan.tensor) / plan.tensor
         normed = 2 * self.element * tokens * self.model.hidden * chunk_in_flight
         # The loss computes its softmax in place, in a 32-bit copy of the logits, and
         # its gradient in place of that. At both ends 16-bit logits, or their gradient,
         # exist too (Megatron's vocab-parallel cross entropy).
-        return activations, logits * (
-            4 * chunk_in_flight + (self.element if self.element < 4 else 0)
-        ) + normed
+        copies = 4 * chunk_in_flight
+        if self.element < 4:
+            copies += self.element
+        return activations, logits * copies + normed
 
-    @by_fields("tensor", "context", "microbatch", "recompute", "sequence_parallel")
+    @by_fields("tensor context microbatch recompute sequence_parallel")
     def layer(self, plan: Plan) -> tuple[float, float]:
         """(bytes that one layer keeps for a microbatch, bytes of one layer's backward
         and recompute)."""
-        model, size, tensor = self.model, plan.samples, plan.tensor
-        whole = layer_activations(
-            model, size, tensor, plan.sequence_parallel, self.flash, self.precision
-        )
+        whole = self.activations(plan)
         # The gradients of a layer's tensors; two or three exist at a time.
-        kept, working = whole, whole / 2
+        working = whole / 2
         # the parts at hand and to come of keys and values, and of their gradients
         if plan.context > 1:
-            working += 4 * keys_and_values(model, size, tensor, self.precision)
+            working += 4 * self.keys_and_values(plan)
         if plan.recompute == "full":  # keeps the input of each layer
-            kept = size * model.sequence * model.hidden * self.element
-            kept, working = (
-                kept / (tensor if plan.sequence_parallel else 1),
-                working + whole,
-            )
-        elif plan.recompute == "selective":
-            freed = score_activations(model, size, tensor, self.flash, self.precision)
-            kept, working = whole - freed, working + freed
-        return kept, working
+            return self.hidden_states(plan) / plan.sequence_ranks, working + whole
+        if plan.recompute == "selective":
+            freed = self.scores(plan)
+            return whole - freed, working + freed
+        return whole, working
 
 
 @lru_cache(maxsize=1024)

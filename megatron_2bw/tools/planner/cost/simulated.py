@@ -6,19 +6,25 @@ misses none.
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from operator import attrgetter
 
 from megatron_2bw.tools.planner.cost.bounds import lower_bound, warmup_for
-from megatron_2bw.tools.planner.cost.communication import all_reduce, half, message
+from megatron_2bw.tools.planner.cost.communication import (
+    Message,
+    all_reduce,
+    half,
+    message,
+)
 from megatron_2bw.tools.planner.cost.compute import Compute, Work
 from megatron_2bw.tools.planner.cost.memory import (
     CHANNELS,
     CONTEXT,
-    ELEMENT,
     FRAGMENTS,
     GIB,
     GROUP,
@@ -38,7 +44,8 @@ from megatron_2bw.tools.timelines.simulator import Times, long_iteration_time
 ENGINE_FROM = 8.0
 # Parameters of a bucket of Megatron's overlapped collectives, at least, and for each
 # replica (--ddp-bucket-size).
-BUCKET, BUCKET_OF_REPLICA = 40e6, 1e6
+BUCKET = 40e6
+BUCKET_OF_REPLICA = 1e6
 # Messages that add a smaller share to a microbatch's time are not worth extra warm-up
 # of 2bw.
 MIN_HIDDEN_SHARE = 0.02
@@ -49,12 +56,12 @@ EXACT = 1e-3
 STAGES = (
     "tensor context expert depth width microbatch recompute recompute_block sequence_parallel "
     "pipeline_inside first last stages"
-).split()
-# Those on which its step depends.
+)
+# The fields on which its step depends.
 STEP = (
     "tensor context expert depth width pipeline_inside distributed_optimizer "
     "first last stages grad_reduce_in_bf16 host"
-).split()
+)
 
 _weakest = lru_cache(maxsize=1024)(weakest)
 
@@ -96,16 +103,18 @@ class Estimate:
     @property
     def headroom(self) -> float:
         """Bytes that the memory margin allows and the fullest stage does not use."""
-        return min(
-            room - stage.total for room, stage in zip(self.capacities, self.memory)
-        )
+        stages = zip(self.capacities, self.memory)
+        return min(room - stage.total for room, stage in stages)
 
     @property
     def fullest(self) -> tuple[float, float]:
         """Bytes taken and allowed on the stage that takes the largest share of what it
         may."""
-        totals = (stage.total for stage in self.memory)
-        return max(zip(totals, self.capacities), key=lambda stage: stage[0] / stage[1])
+        shares = [
+            stage.total / room for stage, room in zip(self.memory, self.capacities)
+        ]
+        place = shares.index(max(shares))
+        return self.memory[place].total, self.capacities[place]
 
 
 @dataclass(frozen=True)
@@ -154,66 +163,49 @@ class Cost:
         spare: float = 0.0,
         torch_adam: bool | None = None,
     ):
-        self.old_exchange, self.spare, self._seconds = (
-            old_exchange,
-            spare,
-            dict[Plan, float](),
-        )
-        self.model, self.cluster, self.precision, self.given_margin = (
-            model,
-            cluster,
-            precision,
-            margin,
-        )
-        flash = (
-            (cluster.device.flash and precision != "fp32") if flash is None else flash
-        )
-        self.compute = Compute(model, cluster, precision, flash)
+        self.model = model
+        self.cluster = cluster
+        self.precision = precision
+        self.given_margin = margin
+        self.old_exchange = old_exchange
+        self.spare = spare
+        self.channels = cluster.inside.channels
+        self._seconds: dict[Plan, float] = {}
         self._others: dict[Device, Compute] = {}
-        on_gpus, profile = cluster.device.name != "cpu", cluster.profile
+        on_gpus = cluster.device.name != "cpu"
+        if flash is None:
+            flash = cluster.device.flash and precision != "fp32"
         if torch_adam is None:
-            torch_adam = (
-                on_gpus and profile is not None and "torch's Adam" in profile.optimizer
-            )
-        self.memory = Memory(
-            model,
-            precision,
-            flash,
-            torch_adam,
-            on_gpus and cluster.device.capability >= ENGINE_FROM,
-        )
+            profile = cluster.profile
+            measured = profile is not None and "torch's Adam" in profile.optimizer
+            torch_adam = on_gpus and measured
+        self.compute = Compute(model, cluster, precision, flash)
+        engine = on_gpus and cluster.device.capability >= ENGINE_FROM
+        self.memory = Memory(model, precision, flash, torch_adam, engine)
         whole = cluster.device.memory_gib * GIB
-        self._fixed, self._share = (
-            (on_gpus * CONTEXT, 1 / (1 + FRAGMENTS))
-            if margin is None
-            else (0.0, 1 - margin)
-        )
-        self.capacity, self.spare_bytes = (
-            (whole - self._fixed) * self._share,
-            spare * whole,
-        )
+        self._fixed = 0.0
+        self._share = 1 - (margin or 0.0)
+        if margin is None:
+            self._fixed = CONTEXT if on_gpus else 0.0
+            self._share = 1 / (1 + FRAGMENTS)
+        self.capacity = (whole - self._fixed) * self._share
+        self.spare_bytes = spare * whole
         self.margin = 1 - self.capacity / whole
-        self._nccl_free, self.channels = (
-            whole * (margin or 0.0) if on_gpus else math.inf,
-            cluster.inside.channels,
-        )
+        self._nccl_free = whole * (margin or 0.0) if on_gpus else math.inf
 
     def on(
         self, cluster: Cluster, model: Model | None = None, spare: float | None = None
     ) -> Cost:
         """The same costs on another cluster, of another model, or with another share to
         spare."""
-        others = (
-            self.given_margin,
-            self.old_exchange,
-            self.spare if spare is None else spare,
-        )
         return Cost(
             model or self.model,
             cluster,
             self.precision,
             self.memory.flash,
-            *others,
+            self.given_margin,
+            self.old_exchange,
+            self.spare if spare is None else spare,
             self.memory.torch_adam,
         )
 
@@ -222,70 +214,53 @@ class Cost:
             return False
         if not self.cluster.devices and self.spare >= 0:
             return self.memory.heaviest(plan) + self.spare_bytes <= self.allowed(plan)
-        needed = (
-            max(stage.total + self.spare_bytes, stage.certain)
-            for stage in self.memory.stages(plan)
-        )
-        return all(size <= room for size, room in zip(needed, self._rooms(plan)))
+        for stage, room in zip(self.memory.stages(plan), self._rooms(plan)):
+            if max(stage.total + self.spare_bytes, stage.certain) > room:
+                return False
+        return True
 
     def host_holds(self, plan: Plan) -> bool:
         """Whether the host has memory for the plan's optimizer."""
-        sizes = enumerate(self.memory.host_bytes(plan))
-        return all(
-            size <= self.device(plan, stage).host_memory_gib * GIB
-            for stage, size in sizes
-        )
+        for stage, size in enumerate(self.memory.host_bytes(plan)):
+            if size > self.device(plan, stage).host_memory_gib * GIB:
+                return False
+        return True
 
     def _rooms(self, plan: Plan) -> tuple[float, ...]:
         """Bytes that each stage may take."""
         weakest_room = self.allowed(plan)
-        sizes = (
-            self.device(plan, stage).memory_gib - self.cluster.device.memory_gib
-            for stage in range(plan.depth)
-        )
-        return tuple(weakest_room + self._share * size * GIB for size in sizes)
+        rooms = []
+        for stage in range(plan.depth):
+            device = self.device(plan, stage)
+            further = device.memory_gib - self.cluster.device.memory_gib
+            rooms.append(weakest_room + self._share * further * GIB)
+        return tuple(rooms)
 
     def allowed(self, plan: Plan) -> float:
         """Bytes that a stage of the plan may take: the capacity, less the communicators
         that no margin holds."""
         return self.capacity - max(0.0, self._nccl(plan) - self._nccl_free)
 
-    @by_fields(
-        "schedule",
-        "virtual",
-        "gradient_slots",
-        "tensor",
-        "expert",
-        "depth",
-        "width",
-        "extra_warmup",
-    )
+    @by_fields("schedule virtual gradient_slots tensor expert depth width extra_warmup")
     def _nccl(self, plan: Plan) -> float:
         """Bytes of the communicators on a GPU of the stage with most. With a given
         margin Megatron's are in that."""
-        kinds = (
-            [communicators, megatrons_communicators]
-            if self.given_margin is None
-            else [communicators]
-        )
-        shares = dict.fromkeys((PAIR, GROUP), self.channels / CHANNELS)
-        held = (
-            [kind(plan, stage, self.model.tied) for kind in kinds]
-            for stage in {0, min(1, plan.depth - 1)}
-        )
-        return max(
-            sum(size * shares.get(size, 1) for sizes in each for size in sizes)
-            for each in held
-        )
+        share = self.channels / CHANNELS
+        most = 0.0
+        for stage in {0, min(1, plan.depth - 1)}:
+            held = communicators(plan, stage, self.model.tied)
+            if self.given_margin is None:
+                held += megatrons_communicators(plan, stage, self.model.tied)
+            total = 0.0
+            for size in held:
+                total += size * share if size in (PAIR, GROUP) else size
+            most = max(most, total)
+        return most
 
     def gpu_bytes(self, plan: Plan) -> float:
         """Memory of the smallest GPU on which the plan fits."""
-        taken = (
-            self.memory.heaviest(plan)
-            + self.spare_bytes
-            + self.capacity
-            - self.allowed(plan)
-        )
+        needed = self.memory.heaviest(plan) + self.spare_bytes
+        taken = needed + self.capacity - self.allowed(plan)
         return taken / self._share + self._fixed
 
     def seconds(self, plan: Plan) -> float:
@@ -300,52 +275,48 @@ class Cost:
         return lower_bound(plan, self.times(plan))
 
     def estimate(self, plan: Plan) -> Estimate:
-        times, seconds = self.times(plan), self.seconds(plan)
+        times = self.times(plan)
+        seconds = self.seconds(plan)
         no_reduce = replace(times, reduce=0.0)
         only_work = replace(no_reduce, transfer=0.0, occupied=0.0, sending=0.0)
         # Without messages and flushes no stage waits, if all are late; and for no
         # reduction, if the bound is the time.
-        bound, waits = (
-            lower_bound(plan, no_reduce),
-            not plan.pipeline.late_step or plan.pipeline.late_microbatches,
-        )
-        alone = _simulated(plan, only_work) if waits else lower_bound(plan, only_work)
-        no_reduce = (
-            seconds if bound > (1 - EXACT) * seconds else _simulated(plan, no_reduce)
-        )
-        busiest = max(self.stages(plan), key=lambda work: work.total)
+        if plan.pipeline.late_step and not plan.pipeline.late_microbatches:
+            alone = lower_bound(plan, only_work)
+        else:
+            alone = _simulated(plan, only_work)
+        without_reduce = seconds
+        if lower_bound(plan, no_reduce) <= (1 - EXACT) * seconds:
+            without_reduce = _simulated(plan, no_reduce)
+        busiest = max(self.stages(plan), key=attrgetter("total"))
         work = plan.microbatches * busiest.total
         # Time that a late step overlaps with the next batch is no stage's waiting time.
-        update = min(
-            times.step + max(times.of("overlap_cost", plan.depth)),
-            max(alone - work, 0.0),
-        )
+        step = times.step + max(times.of("overlap_cost", plan.depth))
+        update = min(step, max(alone - work, 0.0))
         split = Split(
-            plan.microbatches * (busiest.total - busiest.tensor),
-            plan.microbatches * busiest.tensor,
-            max(no_reduce - alone, 0.0),
-            max(seconds - no_reduce, 0.0),
-            update,
-            max(alone - work - update, 0.0),
+            compute=plan.microbatches * (busiest.total - busiest.tensor),
+            tensor=plan.microbatches * busiest.tensor,
+            pipeline=max(without_reduce - alone, 0.0),
+            data=max(seconds - without_reduce, 0.0),
+            update=update,
+            bubble=max(alone - work - update, 0.0),
         )
-        return Estimate(
-            plan, seconds, split, tuple(self.memory.stages(plan)), self._rooms(plan)
-        )
+        stages = tuple(self.memory.stages(plan))
+        return Estimate(plan, seconds, split, stages, self._rooms(plan))
 
-    @by_fields(*STAGES)
+    @by_fields(STAGES)
     def stages(self, plan: Plan) -> list[Work]:
         """Work of one microbatch on each stage."""
-        computes, layers = self._computes(plan), plan.layers_of(self.model)
-        works = [
-            compute.layer(plan) * count for compute, count in zip(computes, layers)
-        ]
-        if plan.recompute_block:
-            whole = plan.changed(recompute="none")
-            again = [min(plan.recompute_block, count) for count in layers]
-            works = [
-                compute.layer(plan) * some + compute.layer(whole) * (count - some)
-                for compute, some, count in zip(computes, again, layers)
-            ]
+        computes = self._computes(plan)
+        works = []
+        for compute, layers in zip(computes, plan.layers_of(self.model)):
+            work = compute.layer(plan)
+            if plan.recompute_block:
+                again = min(plan.recompute_block, layers)
+                kept = compute.layer(plan.changed(recompute="none"))
+                works.append(work * again + kept * (layers - again))
+            else:
+                works.append(work * layers)
         works[0] = works[0] + computes[0].embedding(plan)
         works[-1] = works[-1] + computes[-1].output(plan)
         return works
@@ -355,19 +326,18 @@ class Cost:
         devices = self.cluster.devices
         if not devices:
             return self.cluster.device
-        return _weakest(
-            tuple(
-                devices[server] for server in self.compute.layout(plan).servers[stage]
-            )
-        )
+        servers = self.compute.layout(plan).servers[stage]
+        return _weakest(tuple(devices[server] for server in servers))
 
     def _computes(self, plan: Plan) -> list[Compute]:
-        """Of each stage."""
+        """The times of each stage's GPU."""
         if not self.cluster.devices:
             return [self.compute] * plan.depth
-        return [self._compute(self.device(plan, stage)) for stage in range(plan.depth)]
+        return [
+            self.compute_of(self.device(plan, stage)) for stage in range(plan.depth)
+        ]
 
-    def _compute(self, device: Device) -> Compute:
+    def compute_of(self, device: Device) -> Compute:
         if device not in self._others:
             on = replace(self.cluster, device=device, devices=())
             self._others[device] = Compute(
@@ -386,72 +356,62 @@ class Cost:
 
     def times(self, plan: Plan) -> Times:
         """The simulator's durations."""
-        works, messages, step = (
-            self.stages(plan),
-            self._messages(plan),
-            self._step(plan),
-        )
+        works = self.stages(plan)
+        messages = self._messages(plan)
+        step = self._step(plan)
         late = plan.pipeline.late_step and not plan.host
+        costs = self._release(plan, works, step.reduce)
+        seconds = self._gather(plan, works, step.gather)
+        if late:
+            costs = [cost + update for cost, update in zip(costs, step.update)]
+        else:
+            seconds += max(step.update)
         return Times(
             forward=[work.forward for work in works],
             backward=[work.backward for work in works],
-            transfer=[seconds for seconds, _ in messages],
-            occupied=[taken for _, taken in messages],
+            transfer=[each.seconds for each in messages],
+            occupied=[each.occupied for each in messages],
             sending=self._sending(plan, messages),
             reduce=self._reduce(plan, works, messages, step),
-            step=self._gather(plan, works, step.gather)
-            + (0.0 if late else max(step.update)),
+            step=seconds,
             joint_step=plan.schedule == "pipedream",
-            overlap_cost=[
-                a + b * late
-                for a, b in zip(self._release(plan, works, step.reduce), step.update)
-            ],
+            overlap_cost=costs,
         )
 
     def waits(self, plan: Plan) -> tuple[float, float, float, float]:
         """Seconds of the first stage's reduction, of the slowest update, of a message
         over all boundaries in sequence, and for which a message occupies the slowest
         boundary."""
-        step, messages = self._step(plan), self._messages(plan)[: plan.depth - 1]
-        one_way = sum(seconds for seconds, _ in messages)
-        return (
-            step.reduce[0] + step.ends,
-            max(step.update),
-            one_way,
-            max((taken for _, taken in messages), default=0.0),
-        )
+        step = self._step(plan)
+        messages = self._messages(plan)[: plan.depth - 1]
+        one_way = sum(each.seconds for each in messages)
+        occupied = max((each.occupied for each in messages), default=0.0)
+        return step.reduce[0] + step.ends, max(step.update), one_way, occupied
 
     def window(self, plan: Plan) -> tuple[float, float]:
         """Seconds that a late step may take at no cost ([Note: the late step's
         window]), and those of a microbatch."""
-        each, late = (
-            max(work.total for work in self.stages(plan)),
-            plan.pipeline.late_microbatches,
-        )
+        each = max(work.total for work in self.stages(plan))
         behind = max(
             plan.pipeline.ahead(plan.shape, 0) * each,
             sum(self.times(plan).of("backward", plan.depth)),
         )
-        return (late or plan.microbatches) * each - behind, each
+        late = plan.pipeline.late_microbatches or plan.microbatches
+        return late * each - behind, each
 
     def late(self, plan: Plan) -> int:
         """Late microbatches whose window holds a step, if those of --two-bw-correction
         auto are fewer; or 0."""
-        (window, each), times, late = (
-            self.window(plan),
-            self.times(plan),
-            plan.pipeline.late_microbatches,
-        )
-        more = math.ceil(
-            (max(times.of("reduce", plan.depth)) + times.step - window) / each - 0.05
-        )
+        late = plan.pipeline.late_microbatches
         # With one gradient slot the first backward waits for the step, before any of
         # the others.
-        return (
-            min(late + more, plan.microbatches)
-            if late and more > 0 and plan.gradient_slots != 1
-            else 0
-        )
+        if not late or plan.gradient_slots == 1:
+            return 0
+        window, each = self.window(plan)
+        times = self.times(plan)
+        step = max(times.of("reduce", plan.depth)) + times.step
+        further = math.ceil((step - window) / each - 0.05)
+        return min(late + further, plan.microbatches) if further > 0 else 0
 
     def bound_ahead(self, plan: Plan) -> float | None:
         """As `lower_bound`, for the plan with any extra warm-up; None if that would
@@ -460,7 +420,7 @@ class Cost:
             return None
         return lower_bound(plan, replace(self.times(plan), transfer=0.0))
 
-    @by_fields(*STAGES)
+    @by_fields(STAGES)
     def _is_slow(self, plan: Plan) -> bool:
         """Whether 2bw's messages take long enough to be hidden."""
         return next(self._warmups(plan), None) is not None
@@ -473,15 +433,11 @@ class Cost:
         """
         if not self.fits(plan):
             return ()
-        legal = (
-            extra
-            for extra in self._warmups(plan)
-            if plan.depth + sum(extra) <= plan.microbatches
-        )
-        return next(
-            (extra for extra in legal if self.fits(plan.changed(extra_warmup=extra))),
-            (),
-        )
+        for extra in self._warmups(plan):
+            if plan.depth + sum(extra) <= plan.microbatches:
+                if self.fits(plan.changed(extra_warmup=extra)):
+                    return extra
+        return ()
 
     def gpipe_round(self, plan: Plan) -> int | None:
         """The smallest round of gpipe with the fewest rounds that fit: the paper's
@@ -489,15 +445,14 @@ class Cost:
         even one microbatch does, and for other schedules."""
         if plan.schedule != "gpipe" or self.fits(plan):
             return None
-        sizes = range(1, plan.microbatches)
-        most = bisect_left(
-            sizes, True, key=lambda size: not self.fits(plan.changed(gpipe_round=size))
-        )
-        return (
-            math.ceil(plan.microbatches / math.ceil(plan.microbatches / most))
-            if most
-            else None
-        )
+
+        def too_large(size: int) -> bool:
+            return not self.fits(plan.changed(gpipe_round=size))
+
+        most = bisect_left(range(1, plan.microbatches), True, key=too_large)
+        if not most:
+            return None
+        return math.ceil(plan.microbatches / math.ceil(plan.microbatches / most))
 
     def _warmups(self, plan: Plan) -> Iterator[tuple[int, ...]]:
         """The least extra warm-up for each of several times of a microbatch, until none
@@ -508,45 +463,30 @@ class Cost:
         """
         if plan.schedule != "2bw" or plan.depth == 1:
             return
-        works, messages = (
-            [work.total for work in self.stages(plan)],
-            self._messages(plan)[: plan.depth - 1],
-        )
-        cycle, transfer = (
-            max([*works, *(taken for _, taken in messages)]),
-            [seconds for seconds, _ in messages],
-        )
-        while any(extra := warmup_for(cycle * (1 + MIN_HIDDEN_SHARE), works, transfer)):
+        works = [work.total for work in self.stages(plan)]
+        messages = self._messages(plan)[: plan.depth - 1]
+        transfer = [each.seconds for each in messages]
+        cycle = max(works + [each.occupied for each in messages])
+        while True:
+            extra = warmup_for(cycle * (1 + MIN_HIDDEN_SHARE), works, transfer)
+            if not any(extra):
+                return
             yield extra
             cycle *= 1 + MIN_HIDDEN_SHARE
 
     @by_fields(
-        "tensor",
-        "context",
-        "depth",
-        "width",
-        "pipeline_inside",
-        "microbatch",
-        "sequence_parallel",
+        "tensor context depth width pipeline_inside microbatch sequence_parallel"
     )
-    def _messages(self, plan: Plan) -> list[tuple[float, float]]:
-        """(seconds, seconds for which it occupies the link) of a message over the
-        boundary behind each stage."""
-        size = (
-            plan.samples
-            * self.model.sequence
-            * self.model.hidden
-            * ELEMENT[self.precision]
-        )
-        size /= plan.tensor if plan.sequence_parallel or self.old_exchange else 1
-        boundaries = self.compute.layout(plan).boundaries if plan.depth > 1 else ()
-        return [message(self.cluster, leaving, size) for leaving in boundaries] or [
-            (0.0, 0.0)
-        ]
+    def _messages(self, plan: Plan) -> list[Message]:
+        """A message over the boundary behind each stage."""
+        if plan.depth == 1:
+            return [Message(0.0, 0.0)]
+        size = self.memory.hidden_states(plan)
+        size /= plan.tensor if self.old_exchange else plan.sequence_ranks
+        boundaries = self.compute.layout(plan).boundaries
+        return [message(self.cluster, leaving, size) for leaving in boundaries]
 
-    def _sending(
-        self, plan: Plan, messages: list[tuple[float, float]]
-    ) -> list[float] | float:
+    def _sending(self, plan: Plan, messages: list[Message]) -> list[float] | float:
         """Seconds of the sender's own time per message.
 
         Megatron's exchange blocks until the message has arrived, and the host then
@@ -556,106 +496,86 @@ class Cost:
         if plan.schedule != "megatron" or plan.depth == 1:
             return 0.0
         exchange = self.cluster.device.exchange_us * 1e-6
-        return [
-            exchange + (seconds if plan.virtual == 1 or self.old_exchange else 0.0)
-            for seconds, _ in messages
-        ]
+        if plan.virtual > 1 and not self.old_exchange:
+            return [exchange] * plan.depth
+        return [exchange + each.seconds for each in messages]
 
     @by_fields(
-        "tensor",
-        "context",
-        "expert",
-        "depth",
-        "width",
-        "distributed_optimizer",
-        "first",
-        "last",
-        "stages",
+        "tensor context expert depth width distributed_optimizer first last stages"
     )
     def _parameters(self, plan: Plan) -> list[tuple[float, float, float]]:
         """(parameters, those of experts, those of whose optimizer's states a GPU has
         its share) of each stage."""
-        of, stages = self.memory, enumerate(plan.layers_of(self.model))
-        return [
-            (of.parameters(plan, *s), of.experts(plan, *s), of.owned(plan, *s))
-            for s in stages
-        ]
+        memory = self.memory
+        counts = []
+        for stage in enumerate(plan.layers_of(self.model)):
+            parameters = memory.parameters(plan, *stage)
+            experts = memory.experts(plan, *stage)
+            counts.append((parameters, experts, memory.owned(plan, *stage)))
+        return counts
 
-    @by_fields(*STEP)
+    @by_fields(STEP)
     def _step(self, plan: Plan) -> _Step:
-        place, counts = self.compute.layout(plan), self._parameters(plan)
         size = bytes_of(self.precision, plan.grad_reduce_in_bf16)
-        collective = half if plan.distributed_optimizer else all_reduce
+        sharded = plan.distributed_optimizer
+        collective = half if sharded else all_reduce
+        ends = 0.0
+        if self.model.tied and plan.depth > 1 and not self.model.adapter_rank:
+            words = self.model.padded_vocab(plan.tensor) * self.model.hidden
+            words = words / plan.tensor * size.gradient
+            ends = all_reduce(self.cluster, self.compute.layout(plan).ends, words)
+        update = []
+        for compute, counts in zip(self._computes(plan), self._parameters(plan)):
+            parameters, _, owned = counts
+            if plan.host:
+                update.append(compute.host_update(owned, size.gradient, size.weight))
+            else:
+                update.append(compute.update(parameters, owned))
+        gather = max(self._over_replicas(plan, half, size.weight)) if sharded else 0.0
+        reduce = self._over_replicas(plan, collective, size.gradient)
+        return _Step(reduce, ends, update, gather)
 
-        def over_replicas(collective: Callable, each: int) -> list[float]:
-            parts = [
-                [(place.data, n - experts), *[(place.same, experts)] * bool(experts)]
-                for n, experts, _ in counts
-            ]
-            return [
-                sum(collective(self.cluster, group, n * each) for group, n in part)
-                for part in parts
-            ]
-
-        words = (
-            self.model.padded_vocab(plan.tensor)
-            * self.model.hidden
-            / plan.tensor
-            * size.gradient
-        )
-        shared = self.model.tied and plan.depth > 1 and not self.model.adapter_rank
-        return _Step(
-            over_replicas(collective, size.gradient),
-            all_reduce(self.cluster, place.ends, words) if shared else 0.0,
-            [
-                compute.host_update(owned, size.gradient, size.weight)
-                if plan.host
-                else compute.update(count, owned)
-                for compute, (count, _, owned) in zip(self._computes(plan), counts)
-            ],
-            max(over_replicas(half, size.weight))
-            if plan.distributed_optimizer
-            else 0.0,
-        )
+    def _over_replicas(
+        self, plan: Plan, collective: Callable, size: int
+    ) -> list[float]:
+        """Seconds of a collective over the replicas of each stage, of `size` bytes a
+        parameter."""
+        place = self.compute.layout(plan)
+        seconds = []
+        for parameters, experts, _ in self._parameters(plan):
+            taken = collective(self.cluster, place.data, (parameters - experts) * size)
+            if experts:
+                taken += collective(self.cluster, place.same, experts * size)
+            seconds.append(taken)
+        return seconds
 
     def _reduce(
-        self,
-        plan: Plan,
-        works: list[Work],
-        messages: list[tuple[float, float]],
-        step: _Step,
+        self, plan: Plan, works: list[Work], messages: list[Message], step: _Step
     ) -> list[float]:
         """Seconds from a stage's last backward until its gradients are reduced over its
         replicas."""
-        seconds = step.reduce
+        seconds = [*step.reduce]
         # overlaps the last microbatch's backward, but for the last bucket
         if plan.schedule == "megatron":
-            seconds = [
-                self._exposed(plan, stage, seconds[stage], work.backward)
-                for stage, work in enumerate(works)
-            ]
+            for stage, work in enumerate(works):
+                seconds[stage] = self._exposed(
+                    plan, stage, seconds[stage], work.backward
+                )
         place = self.compute.layout(plan)
         if plan.pipeline.late_step and place.data.servers > 1:
             # It overlaps the next batch, and that batch's messages take their share of
             # the network first.
-            taken = max(
-                (
-                    taken
-                    for (_, taken), leaving in zip(messages, place.boundaries)
-                    if leaving
-                ),
-                default=0.0,
-            )
+            leaving = itertools.compress(messages, place.boundaries)
+            occupied = max((each.occupied for each in leaving), default=0.0)
             # With one gradient slot only the warm-up forwards send messages in that
             # time.
-            sent = (
-                plan.microbatches
-                if plan.gradient_slots == 2
-                else plan.pipeline.ahead(plan.shape, 0)
-            )
-            seconds = [time + sent * taken for time in seconds]
+            sent = plan.microbatches
+            if plan.gradient_slots != 2:
+                sent = plan.pipeline.ahead(plan.shape, 0)
+            seconds = [time + sent * occupied for time in seconds]
         if step.ends:
-            seconds = [seconds[0] + step.ends, *seconds[1:-1], seconds[-1] + step.ends]
+            seconds[0] += step.ends
+            seconds[-1] += step.ends
         return seconds
 
     def _release(
@@ -666,17 +586,15 @@ class Cost:
         The first forward overlaps it."""
         if not plan.host and plan.gradient_slots != "shard":
             return [0.0] * plan.depth
-        rate, size = (
-            self.cluster.device.pcie_gb_s * 1e9,
-            bytes_of(self.precision, plan.grad_reduce_in_bf16).gradient,
-        )
-        copies = (
-            owned * size / rate * plan.host for _, _, owned in self._parameters(plan)
-        )
-        return [
-            max(0.0, r - w.forward, r + c - w.total)
-            for r, c, w in zip(reduce, copies, works)
-        ]
+        rate = self.cluster.device.pcie_gb_s * 1e9
+        size = bytes_of(self.precision, plan.grad_reduce_in_bf16).gradient
+        waits = []
+        for seconds, work, counts in zip(reduce, works, self._parameters(plan)):
+            _, _, owned = counts
+            copies = owned * size / rate if plan.host else 0.0
+            hidden = max(0.0, seconds - work.forward)
+            waits.append(max(hidden, seconds + copies - work.total))
+        return waits
 
     def _gather(self, plan: Plan, works: list[Work], seconds: float) -> float:
         """Exposed seconds of the distributed optimizer's parameter all-gather."""
@@ -689,12 +607,10 @@ class Cost:
         """Seconds of a stage's collective over the replicas that Megatron does not
         overlap with computation: it has buckets of BUCKET parameters or more, and one
         of them is before or behind all computation."""
-        buckets = math.ceil(
-            self._parameters(plan)[stage][0]
-            / max(BUCKET, BUCKET_OF_REPLICA * plan.replicas)
-        )
+        parameters, _, _ = self._parameters(plan)[stage]
+        least = max(BUCKET, BUCKET_OF_REPLICA * plan.replicas)
+        buckets = math.ceil(parameters / least)
         collective = half if plan.distributed_optimizer else all_reduce
-        seconds += (buckets - 1) * collective(
-            self.cluster, self.compute.layout(plan).data, 0.0
-        )
+        start = collective(self.cluster, self.compute.layout(plan).data, 0.0)
+        seconds += (buckets - 1) * start
         return max(seconds - hidden * (1 - 1 / buckets), seconds / buckets)

@@ -58,8 +58,10 @@ def from_hugging_face(path: Path, sequence: int | None = None) -> Model:
     UserError for what Megatron would build differently: other architectures, biases,
     activations, scalings of the rotary positions and windows of the attention.
     """
-    where, config = f"--model {path}", _read(path)
-    kind, llama = config.model_type, config.model_type in LLAMAS
+    where = f"--model {path}"
+    config = _read(path)
+    kind = config.model_type
+    llama = config.model_type in LLAMAS
     positions = config.max_position_embeddings
     found = {field: getattr(config, entry, None) for field, entry in SIZES.items()}
     found |= {"name": path.parent.name or str(path), "tied": config.tie_word_embeddings}

@@ -29,54 +29,52 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(map(whole(1), text.split(",")))
 
 
-# Megatron's flags of a model, by argument, and --bert.
-FLAGS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        (*SHAPE, "ffn_hidden_size", "kv_channels", "num_query_groups", "vocab_size"),
-        {"type": whole(1)},
-    ),
-    **dict.fromkeys(
-        (argument for argument, _ in models.SWITCHES.values()), {"action": "store_true"}
-    ),
-    **dict.fromkeys(
-        ("bert", "group_query_attention", "openai_gelu", "no_bias_gelu_fusion"),
-        {"action": "store_true"},
-    ),
-    "normalization": {"choices": ("LayerNorm", "RMSNorm"), "default": "LayerNorm"},
-    "position_embedding_type": {
-        "choices": ("learned_absolute", "rope"),
-        "default": "learned_absolute",
-    },
-    "rotary_base": {"type": int, "default": 10000},
-    "rope_scaling_factor": {"type": float, "default": 8.0},
-    "norm_epsilon": {"type": float, "default": 1e-5},
-    "attention_dropout": {"type": float, "default": 0.1},
-    "hidden_dropout": {"type": float, "default": 0.1},
-    **dict.fromkeys(
-        ("num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
-        {"type": whole(1)},
-    ),
-    "moe_router_topk": {"type": whole(1), "default": 2},
-    "moe_layer_freq": {"default": "1"},
-    "moe_aux_loss_coeff": {"type": float, "default": 0.0},
-    "multi_latent_attention": {"action": "store_true"},
-    "kv_lora_rank": {"type": whole(1), "default": 32},
-    **dict.fromkeys(("qk_head_dim", "v_head_dim"), {"type": whole(1), "default": 128}),
-    "qk_pos_emb_head_dim": {"type": whole(1), "default": 64},
+Kinds = dict[str, dict[str, Any]]  # of flags, by argument
+
+
+def _flags(names: str, **kind: Any) -> Kinds:
+    return dict.fromkeys(names.split(), kind)
+
+
+def _defaults(**values: float | str) -> Kinds:
+    flags = {}
+    for name, value in values.items():
+        kind = whole(1) if isinstance(value, int) else type(value)
+        flags[name] = {"type": kind, "default": value}
+    return flags
+
+
+def _choices(name: str, *values: str) -> Kinds:
+    return {name: {"choices": values, "default": values[0]}}
+
+
+# Megatron's flags of a model, and --bert.
+FLAGS = (
+    _flags(" ".join(SHAPE), type=whole(1))
+    | _flags("ffn_hidden_size kv_channels num_query_groups vocab_size", type=whole(1))
+    | {switch: {"action": "store_true"} for switch, _ in models.SWITCHES.values()}
+    | _flags(
+        "bert group_query_attention openai_gelu no_bias_gelu_fusion",
+        action="store_true",
+    )
+    | _choices("normalization", "LayerNorm", "RMSNorm")
+    | _choices("position_embedding_type", "learned_absolute", "rope")
+    | _defaults(rotary_base=10000, rope_scaling_factor=8.0, norm_epsilon=1e-5)
+    | _defaults(attention_dropout=0.1, hidden_dropout=0.1)
+    | _flags(
+        "num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size",
+        type=whole(1),
+    )
+    | _defaults(moe_router_topk=2, moe_layer_freq="1", moe_aux_loss_coeff=0.0)
+    | _flags("multi_latent_attention", action="store_true")
+    | _defaults(kv_lora_rank=32, qk_head_dim=128, v_head_dim=128)
+    | _defaults(qk_pos_emb_head_dim=64)
     # Other flags say it, or no estimate depends on it.
-    **dict.fromkeys(
-        ("moe_token_dispatcher_type", "moe_router_load_balancing_type", "rope_type"), {}
-    ),
-    **dict.fromkeys(
-        (
-            "max_position_embeddings",
-            "padded_vocab_size",
-            "tokenizer_type",
-            "tokenizer_model",
-        ),
-        {},
-    ),
-}
+    | _flags(
+        "moe_token_dispatcher_type moe_router_load_balancing_type rope_type "
+        "max_position_embeddings padded_vocab_size tokenizer_type tokenizer_model"
+    )
+)
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -89,13 +87,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--lora-rank", type=whole(1), help="of adapters, which alone are trained"
     )
     for name, kind in FLAGS.items():
-        meaning = (
-            "a BERT, not a GPT"
-            if name == "bert"
-            else "as Megatron's"
-            if kind
-            else argparse.SUPPRESS
-        )
+        meaning = "as Megatron's" if kind else argparse.SUPPRESS
+        if name == "bert":
+            meaning = "a BERT, not a GPT"
         group.add_argument(flag(name), **kind, help=meaning)
 
 
@@ -106,61 +100,67 @@ def model_of(options: argparse.Namespace) -> Model:
 
 
 def _whole_model(options: argparse.Namespace) -> Model:
-    given, bert = options, options.bert
-    if given.model:
+    if options.model:
         for name, kind in FLAGS.items():
-            value = getattr(given, name)
+            value = getattr(options, name)
             # 0 == False
             if value is not False and value not in (None, kind.get("default")):
                 raise UserError(
-                    f"{flag(name)}: --model {given.model} says it already; give one of them"
+                    f"{flag(name)}: --model {options.model} says it already; give one of them"
                 )
-        return _named_model(given.model, given.seq_length)
+        return _named_model(options.model, options.seq_length)
     for name in SHAPE:
-        if getattr(given, name) is None:
+        if getattr(options, name) is None:
             raise UserError(
                 f"give --model NAME, or Megatron's flags of a model ({flag(name)} is missing)"
             )
-    switches = {
-        field: getattr(given, argument) is value
-        for field, (argument, value) in models.SWITCHES.items()
+    return _described_model(options)
+
+
+def _described_model(given: argparse.Namespace) -> Model:
+    """The model of Megatron's flags."""
+    kind = "bert" if given.bert else "gpt"
+    vocab = given.vocab_size or int(given.padded_vocab_size or 0)
+    ffn = given.ffn_hidden_size or 0  # Megatron's default: 4h
+    if given.swiglu and not ffn:
+        # two thirds of it, rounded down to a multiple of 64
+        ffn = int(given.hidden_size * 8 / 3 / 64) * 64
+    fields: dict[str, Any] = {
+        "head_size": given.kv_channels or 0,
+        "groups": (given.num_query_groups or 1) if given.group_query_attention else 0,
+        "dense": dense_layers(given.moe_layer_freq) if given.num_experts else 0,
     }
+    if given.multi_latent_attention:
+        fields["head_size"] = given.v_head_dim
+        fields["latent"] = given.kv_lora_rank
+        fields["rotary_head"] = given.qk_pos_emb_head_dim
+    if given.openai_gelu:
+        fields["gelu"] = "tanh"
+    elif given.no_bias_gelu_fusion:
+        fields["gelu"] = "exact"
+    for field, (argument, value) in models.SWITCHES.items():
+        fields[field] = getattr(given, argument) is value
     return Model(
-        "bert" if bert else "gpt",
-        *(getattr(given, name) for name in SHAPE),
-        vocab=given.vocab_size
-        or int(given.padded_vocab_size or 0)
-        or (30522 if bert else 50257),
-        sequence=given.seq_length or 1024,
-        kind="bert" if bert else "gpt",
-        # Megatron's default is 4h (0 here), and with --swiglu two thirds of it, rounded
-        # down to a multiple of 64.
-        ffn=given.ffn_hidden_size
-        or int(given.hidden_size * 8 / 3 / 64) * 64 * given.swiglu,
-        groups=(given.num_query_groups or 1) if given.group_query_attention else 0,
-        head_size=given.v_head_dim
-        if given.multi_latent_attention
-        else given.kv_channels or 0,
-        latent=given.kv_lora_rank if given.multi_latent_attention else 0,
-        rotary_head=given.qk_pos_emb_head_dim if given.multi_latent_attention else 0,
+        kind,
+        given.num_layers,
+        given.hidden_size,
+        given.num_attention_heads,
+        vocab or (30522 if given.bert else 50257),
+        given.seq_length or 1024,
+        kind,
+        ffn,
         experts=given.num_experts or 0,
         topk=given.moe_router_topk,
         expert_ffn=given.moe_ffn_hidden_size or 0,
         shared_ffn=given.moe_shared_expert_intermediate_size or 0,
-        dense=dense_layers(given.moe_layer_freq) if given.num_experts else 0,
         aux_loss=given.moe_aux_loss_coeff,
         rms_norm=given.normalization == "RMSNorm",
         rotary=given.position_embedding_type == "rope",
         rotary_base=given.rotary_base,
         norm_epsilon=given.norm_epsilon,
         rope_factor=given.rope_scaling_factor,
-        gelu="tanh"
-        if given.openai_gelu
-        else "exact"
-        if given.no_bias_gelu_fusion
-        else "",
         dropout=given.attention_dropout > 0 or given.hidden_dropout > 0,
-        **switches,
+        **fields,
     )
 
 
@@ -194,31 +194,30 @@ def _named_model(name: str, sequence: int | None) -> Model:
 def cluster_of(options: argparse.Namespace) -> Cluster:
     """The cluster that the flags describe, with its profile."""
     cluster = named_cluster(options.cluster)
-    per_server, servers = (
-        options.gpus_per_server or cluster.gpus_per_server,
-        options.servers or cluster.servers,
-    )
+    per_server = options.gpus_per_server or cluster.gpus_per_server
+    servers = options.servers or cluster.servers
     if per_server > cluster.gpus_per_server:
         raise UserError(
             f"--gpus-per-server {per_server}: the servers of {cluster.name} have "
             f"{cluster.gpus_per_server}"
         )
     profile = Profile.load(options.profile) if options.profile else cluster.profile
-    for name, given in (("servers", options.servers), ("profile", profile)):
-        if given and cluster.devices:
+    for name, value in (("servers", options.servers), ("profile", profile)):
+        if value and cluster.devices:
             raise UserError(
-                f"{flag(name)}: --cluster {options.cluster} has groups of "
-                "different GPUs; leave it out"
+                f"{flag(name)}: --cluster {options.cluster} has groups of different GPUs; leave it out"
             )
-    inside, between = cluster.inside, cluster.between
+    inside = cluster.inside
+    between = cluster.between
     if profile:
         inside = profile.inside or inside
-        between = (
-            replace(profile.between, rails=between.rails)
-            if profile.between
-            else between
-        )
-    links = {"inside": inside, "between": options.link or between}
+        if profile.between:
+            between = replace(profile.between, rails=between.rails)
     return replace(
-        cluster, servers=servers, gpus_per_server=per_server, profile=profile, **links
+        cluster,
+        servers=servers,
+        gpus_per_server=per_server,
+        profile=profile,
+        inside=inside,
+        between=options.link or between,
     )

@@ -11,7 +11,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_2bw.base.errors import UserError, did_you_mean
-from megatron_2bw.tools.planner.descriptions.reading import Count, Described
+from megatron_2bw.tools.planner.descriptions.reading import (
+    Count,
+    Described,
+    presets,
+)
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,8 @@ class Model(Described):
     def parameters(self) -> float:
         """All parameters, tied words once."""
         twice = self.padded_vocab() * self.hidden if self.tied else 0
-        each, first = self.layer_parameters(), self.without_experts.layer_parameters()
+        each = self.layer_parameters()
+        first = self.without_experts.layer_parameters()
         layers = self.dense * first + (self.layers - self.dense) * each
         return layers + self.embedding_parameters() + self.output_parameters() - twice
 
@@ -174,11 +179,9 @@ class Model(Described):
 
         The scores are counted whole, without a mask.
         """
-        tokens, once, routed = (
-            microbatch * self.sequence,
-            self.matrix_sides(tensor),
-            self.expert_sides(tensor),
-        )
+        tokens = microbatch * self.sequence
+        once = self.matrix_sides(tensor)
+        routed = self.expert_sides(tensor)
         each = sum(i * o for i, o in once) + self.topk * sum(i * o for i, o in routed)
         scores = 2 * self.query_size + self.heads * self.rotary_head
         return 2 * tokens * each, 2 * tokens * self.sequence * scores / tensor
@@ -191,10 +194,8 @@ class Model(Described):
             (self.query_size / tensor, self.hidden),
         ]
         if self.latent:
-            queries, both = (
-                self.heads * (self.head_size + self.rotary_head),
-                2 * self.query_size,
-            )
+            queries = self.heads * (self.head_size + self.rotary_head)
+            both = 2 * self.query_size
             down = (self.hidden, self.latent + self.rotary_head)
             sides[:1] = [
                 (self.hidden, queries / tensor),
@@ -229,10 +230,8 @@ class Model(Described):
         of the attention scores, as with a causal mask. With adapters no gradient of the
         weights."""
         matrices, scores = self.layer_flops(1)
-        weights, parts = (
-            self.layers * matrices + self.output_flops(1),
-            2 if self.adapter_rank else 3,
-        )
+        weights = self.layers * matrices + self.output_flops(1)
+        parts = 2 if self.adapter_rank else 3
         weights += self.dense * (self.without_experts.layer_flops(1)[0] - matrices)
         return parts * weights + 3 * self.layers * scores / 2
 
@@ -324,26 +323,22 @@ def command_line(*rows: tuple[object, str]) -> list[str]:
 
 
 # Megatron's arguments by field, and the flags of the sizes among them.
-ARGUMENTS = {
+_SIZES = {
     "layers": "num_layers",
     "hidden": "hidden_size",
     "heads": "num_attention_heads",
     "sequence": "seq_length",
-}
-ARGUMENTS |= {
     "vocab": "vocab_size",
     "ffn": "ffn_hidden_size",
     "groups": "num_query_groups",
     "head_size": "kv_channels",
 }
-FLAGS = {field: flag(argument) for field, argument in ARGUMENTS.items()}
-ARGUMENTS |= {
+FLAGS = {field: flag(argument) for field, argument in _SIZES.items()}
+ARGUMENTS = _SIZES | {
     "gated": "swiglu",
     "bias": "add_bias_linear",
     "experts": "num_experts",
     "topk": "moe_router_topk",
-}
-ARGUMENTS |= {
     "expert_ffn": "moe_ffn_hidden_size",
     "shared_ffn": "moe_shared_expert_intermediate_size",
 }
@@ -352,97 +347,15 @@ SWITCHES = {
     "gated": ("swiglu", True),
     "rope_scaling": ("use_rope_scaling", True),
     "qk_norm": ("qk_layernorm", True),
-}
-SWITCHES |= {
     "qkv_bias": ("add_qkv_bias", True),
     "tied": ("untie_embeddings_and_output_weights", False),
-}
-SWITCHES |= {
     "bias": ("disable_bias_linear", False),
     "pre_softmax": ("moe_router_pre_softmax", True),
 }
 
-LLAMA_LAYER = dict(gated=True, rms_norm=True, rotary=True, bias=False, dropout=False)
-_BERT = dict(vocab=30522, sequence=512, kind="bert")
-_QWEN3 = dict(
-    vocab=151936,
-    groups=8,
-    head_size=128,
-    rotary_base=1000000,
-    qk_norm=True,
-    norm_epsilon=1e-6,
-    **LLAMA_LAYER,
-)
-_LLAMA = dict(
-    vocab=128256, sequence=8192, groups=8, rotary_base=500000, tied=False, **LLAMA_LAYER
-)
-
-_MIXTRAL = dict(
-    vocab=32000,
-    groups=8,
-    rotary_base=1000000,
-    tied=False,
-    experts=8,
-    aux_loss=0.02,
-    **LLAMA_LAYER,
-)
-_QWEN3_MOE = _QWEN3 | dict(
-    groups=4, tied=False, experts=128, topk=8, expert_ffn=768, aux_loss=0.001
-)
-_DEEPSEEK = dict(
-    vocab=102400,
-    tied=False,
-    qk_norm=True,
-    norm_epsilon=1e-6,
-    latent=512,
-    rotary_head=64,
-    **LLAMA_LAYER,
-)
-_DEEPSEEK |= dict(
-    experts=64,
-    topk=6,
-    expert_ffn=1408,
-    shared_ffn=2816,
-    dense=1,
-    pre_softmax=True,
-    aux_loss=0.001,
-)
-
-# The paper names its models by size and says that their layers are similar to
-# Megatron's (section 5): 1.3B and the BERT models are Megatron's own, 2.2B has the
-# layers of its 4.2B, and 3.8B those of its BERT 3.9B with 32 heads, since 16-way tensor
-# parallelism must divide them. BERT-48 and -192 are BERT-large with more layers (Table
-# 1). It names a BERT by the size of the GPT with its layers: BERT 355M is BERT-large.
-# 8.3B is Megatron's (arXiv 1909.08053).
-PRESETS: dict[str, Model] = {
-    model.name: model
-    for model in (
-        Model("gpt-355m", 24, 1024, 16, sequence=512),
-        Model("gpt-1.3b", 24, 2048, 16, sequence=512),
-        Model("gpt-2.2b", 32, 2304, 24, sequence=512),
-        Model("gpt-3.8b", 48, 2560, 32, sequence=512),
-        Model("gpt-8.3b", 72, 3072, 24),
-        Model("gpt-28.3b", 64, 6048, 36, sequence=512),
-        Model("gpt-175b", 96, 12288, 96, sequence=2048),
-        Model("bert-24", 24, 1024, 16, **_BERT),
-        Model("bert-48", 48, 1024, 16, **_BERT),
-        Model("bert-192", 192, 1024, 16, **_BERT),
-        Model("bert-355m", 24, 1024, 16, **_BERT),
-        Model("bert-1.3b", 24, 2048, 32, **_BERT),
-        Model("bert-2.2b", 32, 2304, 24, **_BERT),
-        Model("bert-3.8b", 48, 2560, 40, **_BERT),
-        Model("llama-8b", 32, 4096, 32, ffn=14336, **_LLAMA),
-        Model("llama-70b", 80, 8192, 64, ffn=28672, **_LLAMA),
-        Model("qwen3-0.6b", 28, 1024, 16, ffn=3072, sequence=4096, **_QWEN3),
-        Model("qwen3-8b", 36, 4096, 32, ffn=12288, sequence=4096, tied=False, **_QWEN3),
-        Model(
-            "qwen3-32b", 64, 5120, 64, ffn=25600, sequence=4096, tied=False, **_QWEN3
-        ),
-        Model("mixtral-8x7b", 32, 4096, 32, ffn=14336, sequence=4096, **_MIXTRAL),
-        Model("qwen3-30b-a3b", 48, 2048, 32, ffn=6144, sequence=4096, **_QWEN3_MOE),
-        Model("deepseek-v2-lite", 27, 2048, 16, ffn=10944, sequence=4096, **_DEEPSEEK),
-    )
-}
+_DATA = presets("models.toml")
+LLAMA_LAYER = _DATA["shared"]["llama_layer"]
+PRESETS = {name: Model(name, **entry) for name, entry in _DATA["models"].items()}
 
 
 def preset(name: str, sequence: int | None = None) -> Model:

@@ -114,6 +114,11 @@ class Plan:
         return self.microbatch * self.microbatches * self.width
 
     @property
+    def sequence_ranks(self) -> int:
+        """Ranks over which sequence parallelism divides the hidden states."""
+        return self.tensor if self.sequence_parallel else 1
+
+    @property
     def accumulation(self) -> float:
         """g of the paper's Algorithm 1, B / (N b): microbatches per stage."""
         return self.microbatches / self.depth
@@ -126,46 +131,39 @@ class Plan:
     @property
     def name(self) -> str:
         """Schedule and sizes, such as `2bw t1 d8 w8 b4`, or `2bw t1 c2 e4 d4 w8 b4`."""
-        context = f" c{self.context}" * (self.context > 1) + f" e{self.expert}" * (
-            self.expert > 1
-        )
-        return (
-            f"{self.schedule_name} t{self.tensor}{context} d{self.depth} "
-            f"w{self.width} b{self.microbatch}"
-        )
+        context = f" c{self.context}" if self.context > 1 else ""
+        expert = f" e{self.expert}" if self.expert > 1 else ""
+        ranks = f"t{self.tensor}{context}{expert} d{self.depth} w{self.width}"
+        return f"{self.schedule_name} {ranks} b{self.microbatch}"
 
     @property
     def schedule_name(self) -> str:
         """The schedule with its model chunks, gradient slots, stage 0's additional
         warm-up forwards, or round: `megatron x3`, `2bw 1 slot`, `2bw shard`, `2bw
         host`, `2bw +2`, `gpipe round 4`."""
-        chunks = f" x{self.virtual}" if self.virtual > 1 else ""
-        slots = (
-            " host"
-            if self.host
-            else {1: " 1 slot", "shard": " shard"}.get(self.gradient_slots, "")
-        )
-        size = f" round {self.gpipe_round}" if self.gpipe_round else ""
-        return (
-            self.schedule
-            + chunks
-            + slots
-            + size
-            + (f" +{sum(self.extra)}" if any(self.extra) else "")
-        )
+        name = self.schedule
+        if self.virtual > 1:
+            name += f" x{self.virtual}"
+        if self.host:
+            name += " host"
+        elif self.gradient_slots != 2:
+            name += " 1 slot" if self.gradient_slots == 1 else " shard"
+        if self.gpipe_round:
+            name += f" round {self.gpipe_round}"
+        return f"{name} +{sum(self.extra)}" if any(self.extra) else name
 
     @property
     def extra(self) -> tuple[int, ...]:
         """`extra_warmup` with a number per boundary."""
-        given = self.extra_warmup or (0,)
-        return given * (self.depth - 1) if len(given) == 1 else given
+        numbers = self.extra_warmup or (0,)
+        return numbers * (self.depth - 1) if len(numbers) == 1 else numbers
 
     @property
     def title(self) -> str:
         """The name, with the recompute if there is any."""
-        return self.name + (
-            f", {self.recompute_name} recompute" if self.recompute != "none" else ""
-        )
+        if self.recompute == "none":
+            return self.name
+        return f"{self.name}, {self.recompute_name} recompute"
 
     @property
     def recompute_name(self) -> str:
@@ -187,14 +185,10 @@ class Plan:
             extra_warmup=self.extra_warmup,
             gpipe_round=self.gpipe_round,
         )
-        corrected = self.extrapolate and schedule.late_step
-        late = (
-            self.late
-            or corrected
-            and schedule.late_of_auto(self.depth, self.microbatches)
-            or None
-        )
-        return replace(schedule, late_microbatches=late) if corrected else schedule
+        if not (self.extrapolate and schedule.late_step):
+            return schedule
+        late = self.late or schedule.late_of_auto(self.depth, self.microbatches)
+        return replace(schedule, late_microbatches=late or None)
 
     @cached_property
     def shape(self) -> Shape:
@@ -211,11 +205,9 @@ class Plan:
     @property
     def layout(self) -> str | None:
         """`stages` in Megatron's notation: Et*3|t*2|t*2L."""
-        return (
-            f"E{'|'.join(f't*{layers}' for layers in self.stages)}L"
-            if self.stages
-            else None
-        )
+        if not self.stages:
+            return None
+        return f"E{'|'.join(f't*{layers}' for layers in self.stages)}L"
 
     def with_layers(self, stages: Sequence[int]) -> Plan:
         """The plan with so many layers on each stage."""
@@ -230,15 +222,15 @@ class Plan:
         # 2bw's late step needs no flag for that
         overlaps = self.schedule == "megatron" and self.replicas > 1
         extra = self.extra[:1] if len(set(self.extra)) == 1 else self.extra
+        full = self.recompute == "full"
+        method = "block" if self.recompute_block else "uniform"
+        layers = self.recompute_block or self.recompute_layers
+        slots = self.schedule == "2bw" and self.gradient_slots != 2
         return command_line(
-            (
-                True,
-                f"--pipeline-schedule {self.schedule} --tensor-model-parallel-size {self.tensor}",
-            ),
-            (
-                True,
-                f"--pipeline-model-parallel-size {self.depth} --micro-batch-size {self.microbatch}",
-            ),
+            (True, f"--pipeline-schedule {self.schedule}"),
+            (True, f"--tensor-model-parallel-size {self.tensor}"),
+            (True, f"--pipeline-model-parallel-size {self.depth}"),
+            (True, f"--micro-batch-size {self.microbatch}"),
             (True, f"--global-batch-size {self.global_batch}"),
             (self.context > 1, f"--context-parallel-size {self.context}"),
             (self.expert > 1, f"--expert-model-parallel-size {self.expert}"),
@@ -251,18 +243,8 @@ class Plan:
             ),
             (self.sequence_parallel, "--sequence-parallel"),
             (self.recompute != "none", f"--recompute-granularity {self.recompute}"),
-            (
-                self.recompute == "full",
-                f"--recompute-method {'block' if self.recompute_block else 'uniform'}",
-            ),
-            (
-                self.recompute == "full",
-                f"--recompute-num-layers {self.recompute_block or self.recompute_layers}",
-            ),
-            (
-                self.schedule == "2bw" and self.gradient_slots != 2,
-                f"--two-bw-gradient-slots {self.gradient_slots}",
-            ),
+            (full, f"--recompute-method {method} --recompute-num-layers {layers}"),
+            (slots, f"--two-bw-gradient-slots {self.gradient_slots}"),
             (self.host, "--two-bw-optimizer host"),
             (any(self.extra), f"--two-bw-extra-warmup {','.join(map(str, extra))}"),
             (self.gpipe_round, f"--gpipe-round {self.gpipe_round}"),
@@ -272,29 +254,27 @@ class Plan:
             (overlaps, "--overlap-grad-reduce"),
             (overlaps and self.distributed_optimizer, "--overlap-param-gather"),
             (self.pipeline_inside, "--use-tp-pp-dp-mapping"),
-            (precision in ("bf16", "fp16"), f"--{precision}"),
+            (precision != "fp32", f"--{precision}"),
             (self.grad_reduce_in_bf16, "--grad-reduce-in-bf16"),
         )
 
 
-def by_fields(*names: str) -> Callable:
-    """A decorator for a method of a plan: its answer is computed once for plans that
-    share these fields."""
-    key = attrgetter(*names)
+def by_fields(names: str) -> Callable:
+    """A decorator for a method of a plan: its result is computed once for plans that
+    share the named fields."""
+    key = attrgetter(*names.split())
 
     def decorate(method: Callable) -> Callable:
         store = f"_by_fields_{method.__name__}"
 
         @wraps(method)
-        def answer(self: Any, plan: Plan) -> Any:
-            try:
-                return self.__dict__[store][key(plan)]
-            except KeyError:
-                found = self.__dict__.setdefault(store, {})[key(plan)] = method(
-                    self, plan
-                )
-                return found
+        def cached(self: Any, plan: Plan) -> Any:
+            results = self.__dict__.setdefault(store, {})
+            values = key(plan)
+            if values not in results:
+                results[values] = method(self, plan)
+            return results[values]
 
-        return answer
+        return cached
 
     return decorate

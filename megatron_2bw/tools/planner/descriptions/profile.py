@@ -95,26 +95,13 @@ class Profile(Described):
         if model.experts or model.latent:
             return "it is of dense layers with plain attention"
         if precision not in (None, self.precision):
-            return (
-                f"--precision: the profile was measured with {self.precision}, and "
-                f"{precision} is asked for"
-            )
-        for name in (
-            "hidden",
-            "heads",
-            "ffn",
-            "groups",
-            "head_size",
-            "sequence",
-            "gated",
-            "dropout",
-        ):
-            here, there = getattr(self, name), getattr(model, name)
+            return f"--precision: the profile was measured with {self.precision}, and {precision} is asked for"
+        shape = "hidden heads ffn groups head_size sequence gated dropout"
+        for name in shape.split():
+            here = getattr(self, name)
+            there = getattr(model, name)
             if here != there:
-                return (
-                    f"{SHAPE[name]}: the profile was measured with {here}, and "
-                    f"{model.name} has {there}"
-                )
+                return f"{SHAPE[name]}: the profile was measured with {here}, and {model.name} has {there}"
         return None
 
     def save(self, path: Path) -> None:
@@ -124,7 +111,8 @@ class Profile(Described):
     @classmethod
     def load(cls, path: Path) -> Profile:
         """Read what `save` wrote. UserError names the wrong entry."""
-        where, entries = f"--profile {path}", read_yaml(path, "--profile")
+        where = f"--profile {path}"
+        entries = read_yaml(path, "--profile")
         if not isinstance(entries, dict) or entries.pop("kind", None) != KIND:
             raise UserError(
                 f"{where}: not a profile; `megatron-2bw plan profile --json PATH` writes one"
@@ -146,7 +134,9 @@ def _at(
     points = [point for point in measured if point.tensor == tensor]
     if not points:
         raise KeyError(tensor)
-    first, last, share = points[0], points[-1], microbatch / points[0].microbatch
+    first = points[0]
+    last = points[-1]
+    share = microbatch / points[0].microbatch
     if len(points) == 1:
         return first.forward * share, first.backward * share
     before, after = next(
@@ -156,7 +146,8 @@ def _at(
     weight = (microbatch - before.microbatch) / (after.microbatch - before.microbatch)
 
     def value(name: str) -> float:
-        low, high = getattr(before, name), getattr(after, name)
+        low = getattr(before, name)
+        high = getattr(after, name)
         seconds = low + weight * (high - low)
         if microbatch > last.microbatch:
             return max(seconds, getattr(last, name))

@@ -3,6 +3,8 @@ mapping becomes a dataclass."""
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, Le
@@ -24,6 +26,18 @@ class Described:
         "allow_inf_nan": False,
         "coerce_numbers_to_str": True,
     }
+
+
+def presets(name: str) -> dict[str, dict[str, Any]]:
+    """The tables of a TOML file of this folder. An entry also has the values of the
+    entry of `shared` that it is `like`."""
+    tables = tomllib.loads((Path(__file__).parent / name).read_text())
+    shared = tables["shared"]
+    for table in tables.values():
+        for name, entry in table.items():
+            if "like" in entry:
+                table[name] = shared[entry.pop("like")] | entry
+    return tables
 
 
 def described[Kind](kind: type[Kind], entries: Any, where: str) -> Kind:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from megatron_2bw.tools.planner.descriptions.plan import Plan
 from megatron_2bw.tools.planner.find.search import Search
+from megatron_2bw.tools.planner.find.space import LATE
 
 # Two plans whose times differ by less are a tie: the ratios of zero-bubble's schedules
 # have errors up to 4.0 % (bench/planner_accuracy.py). A cluster with a smaller error of
@@ -38,36 +39,24 @@ def tie(error: float) -> float:
 def ranked(search: Search, count: int) -> tuple[list[Plan], int]:
     """(`count` plans of the search in the order of advice, the number of plans among
     them that tie with the first)."""
-    found = list(itertools.islice(search, count))
-    if not found:
+    fastest = list(itertools.islice(search, count))
+    if not fastest:
         return [], 0
     within = 1 + tie(search.cost.cluster.device.error)
-    if not _exact(found[0][1]):
-        exact = tuple(
-            name for name in search.space.schedules if name not in ("2bw", "pipedream")
-        )
-        limit = found[0][0] * (1 + DELAY) * within
-        known = {plan for _, plan in found}
-        further = (
-            Search(search.cost, replace(search.space, schedules=exact), limit=limit)
-            if exact
-            else ()
-        )
-        found += [
-            pair for pair in itertools.islice(further, count) if pair[1] not in known
-        ]
-    scores = {
-        plan: seconds * (1 if _exact(plan) else 1 + DELAY) for seconds, plan in found
-    }
+    seconds, plan = fastest[0]
+    exact = tuple(name for name in search.space.schedules if name not in LATE)
+    if exact and not _exact(plan):
+        space = replace(search.space, schedules=exact)
+        further = Search(search.cost, space, limit=seconds * (1 + DELAY) * within)
+        fastest += itertools.islice(further, count)
+    scores = {}
+    for seconds, plan in fastest:
+        scores[plan] = seconds * (1 if _exact(plan) else 1 + DELAY)
     limit = min(scores.values()) * within
-    ties = sorted(
-        (plan for plan in scores if scores[plan] <= limit),
-        key=lambda plan: (*_burden(plan), scores[plan]),
-    )
-    others = sorted(
-        (plan for plan in scores if scores[plan] > limit), key=scores.__getitem__
-    )
-    return [*ties, *others][:count], min(len(ties), count)
+    plans = sorted(scores, key=scores.__getitem__)
+    ties = [plan for plan in plans if scores[plan] <= limit]
+    others = plans[len(ties) :]
+    return [*sorted(ties, key=_burden), *others][:count], min(len(ties), count)
 
 
 def _exact(plan: Plan) -> bool:

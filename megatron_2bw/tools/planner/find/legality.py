@@ -7,7 +7,7 @@ Invariant: what is legal here trains; Megatron's own check of its arguments
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron_2bw.run.flags.rule import installed
@@ -27,10 +27,23 @@ class Host(NamedTuple):
 
 
 def violations(plan: Plan, model: Model, *host: int | str | bool) -> Iterator[str]:
-    """The causes, of RULES, for which `plan` is illegal; none if it is legal. `host` is
-    what Host has."""
+    """The causes for which `plan` is illegal; none if it is legal. `host` is what Host
+    has. The rules that a search breaks most often come first."""
     on = Host(*host)
-    return (cause for cause, broken in RULES.items() if broken(plan, model, on))
+    if plan.gpus != on.gpus:
+        yield "the sizes do not use every GPU"
+    yield from _tensor_parallel(plan, model)
+    yield from _context_and_experts(plan, model)
+    yield from _stages(plan, model)
+    if on.precision == "bf16" and not on.bf16:
+        yield "the GPU has no bf16: use --precision fp16"
+    yield from _of_two_bw(plan)
+    if plan.gpipe_round and (
+        plan.schedule != "gpipe" or plan.gpipe_round > plan.microbatches
+    ):
+        yield "--gpipe-round only with gpipe, of at most a batch's microbatches"
+    if plan.schedule == "pipedream":
+        yield from _pipedream(plan, model, on)
 
 
 def may_divide_sequences(model: Model) -> bool:
@@ -39,134 +52,104 @@ def may_divide_sequences(model: Model) -> bool:
     return model.kind != "bert" or installed("apex")
 
 
-def _unshared(p: Plan, m: Model, on: Host) -> bool:
-    """Megatron does not look at the sizes of a layout's middle stages: none, or less
-    than none, would pass."""
-    if p.stages:
-        ends = p.first or p.last or p.virtual > 1
-        return (
-            bool(ends)
-            or not len(p.stages) == p.depth > 1
-            or min(p.stages) < 1
-            or sum(p.stages) != m.layers
-        )
-    own = [layers for layers in (p.first, p.last) if layers]
-    layers, stages = m.layers - sum(own), p.depth - len(own)
-    if stages == 0:
-        return layers != 0
-    return p.depth > m.layers or not layers >= stages > 0 or layers % stages != 0
-
-
-def _few(p: Plan, m: Model, on: Host) -> bool:
-    # By default an interleaved chunk runs as many microbatches in a row as there are
-    # stages; fewer would make it wait for itself.
-    return (
-        bool(p.microbatches % p.depth)
-        if p.virtual > 1
-        else p.microbatches < p.pipeline.min_microbatches(p.depth)
-    )
-
-
-# Whether a plan breaks a rule, by the cause. The rules that a search breaks most often
-# come first.
-RULES: dict[str, Callable[[Plan, Model, Host], object]] = {
-    "the sizes do not use every GPU": lambda p, m, on: p.gpus != on.gpus,
-    "--tensor-model-parallel-size does not divide --num-attention-heads": lambda p, m, on: (
-        m.heads % p.tensor
-    ),
+def _tensor_parallel(plan: Plan, model: Model) -> Iterator[str]:
+    size = "--tensor-model-parallel-size"
+    if model.heads % plan.tensor:
+        yield f"{size} does not divide --num-attention-heads"
     # Fewer groups than ranks are allowed, but the columns of queries, keys and values
     # must divide.
-    (
-        "--num-query-groups is neither a multiple nor a divisor of "
-        "--tensor-model-parallel-size"
-    ): lambda p, m, on: (
-        m.groups != m.heads and m.groups % p.tensor and p.tensor % m.groups
-    ),
-    "--tensor-model-parallel-size does not divide the columns of keys and values": lambda p, m, on: (
-        2 * m.key_size % p.tensor
-    ),
-    "--tensor-model-parallel-size does not divide --ffn-hidden-size": lambda p, m, on: (
-        m.ffn % p.tensor
-    ),
-    (
-        "--sequence-parallel, and --tensor-model-parallel-size does not divide "
-        "--seq-length"
-    ): lambda p, m, on: p.sequence_parallel and m.sequence % p.tensor,
-    "--sequence-parallel with one tensor rank": lambda p, m, on: (
-        p.sequence_parallel and p.tensor == 1
-    ),
-    "--sequence-parallel of a BERT without Apex": lambda p, m, on: (
-        p.sequence_parallel and not may_divide_sequences(m)
-    ),
-    (
-        "--seq-length is no multiple of twice --context-parallel-size, or of it "
-        "times the tensor ranks"
-    ): lambda p, m, on: (
-        p.context > 1
-        and (
-            m.sequence % (2 * p.context)
-            or (p.sequence_parallel and m.sequence % (p.context * p.tensor))
-        )
-    ),
-    "--context-parallel-size with a BERT": lambda p, m, on: (
-        p.context > 1 and m.kind == "bert"
-    ),
-    "--expert-model-parallel-size does not divide --num-experts and the replicas": lambda p, m, on: (
-        p.expert > 1
-        and (not m.experts or m.experts % p.expert or p.replicas % p.expert)
-    ),
-    "--num-experts with tensor parallelism and without --sequence-parallel": lambda p, m, on: (
-        m.experts and p.tensor > 1 and not p.sequence_parallel
-    ),
-    "--expert-model-parallel-size with --use-tp-pp-dp-mapping": lambda p, m, on: (
-        p.expert > 1 and p.pipeline_inside
-    ),
-    "the stages do not share --num-layers": _unshared,
-    "--global-batch-size gives too few microbatches, or a part of a round of chunks": _few,
-    "virtual stages only with Megatron's schedule and several stages": lambda p, m, on: (
-        p.virtual > 1 and (p.schedule != "megatron" or p.depth == 1)
-    ),
-    "virtual stages do not divide the layers of a stage": lambda p, m, on: any(
-        n % p.virtual for n in p.layers_of(m)
-    ),
-    "the GPU has no bf16: use --precision fp16": lambda p, m, on: (
-        not on.bf16 and on.precision == "bf16"
-    ),
-    "gradient slots only with 2bw, and shard only with the distributed optimizer": lambda p, m, on: (
-        p.gradient_slots
-        not in (
-            (1, 2, *["shard"] * p.distributed_optimizer)
-            if p.schedule == "2bw"
-            else (2,)
-        )
-    ),
-    "--two-bw-optimizer host only with 2bw": lambda p, m, on: (
-        p.host and (p.schedule, p.gradient_slots) != ("2bw", 2)
-    ),
-    "extra warm-up only with 2bw, one number or one for each boundary": lambda p, m, on: (
-        p.extra_warmup
-        and (
-            p.schedule != "2bw"
-            or p.depth == 1
-            or len(p.extra_warmup) not in (1, p.depth - 1)
-        )
-    ),
-    "--two-bw-correction only with 2bw": lambda p, m, on: (
-        p.extrapolate and p.schedule != "2bw"
-    ),
-    "--gpipe-round only with gpipe, of at most a batch's microbatches": lambda p, m, on: (
-        p.gpipe_round and (p.schedule != "gpipe" or p.gpipe_round > p.microbatches)
-    ),
-    "pipedream with the distributed optimizer": lambda p, m, on: (
-        p.schedule == "pipedream" and p.distributed_optimizer
-    ),
-    "pipedream with --num-experts": lambda p, m, on: (
-        p.schedule == "pipedream" and m.experts
-    ),
-    "pipedream with tied embeddings": lambda p, m, on: (
-        p.schedule == "pipedream" and p.depth > 1 and m.tied
-    ),
-    "pipedream with fp16 and dynamic loss scale": lambda p, m, on: (
-        p.schedule == "pipedream" and on.precision == "fp16"
-    ),
-}
+    groups = model.groups
+    if groups != model.heads and groups % plan.tensor and plan.tensor % groups:
+        yield f"--num-query-groups is neither a multiple nor a divisor of {size}"
+    if 2 * model.key_size % plan.tensor:
+        yield f"{size} does not divide the columns of keys and values"
+    if model.ffn % plan.tensor:
+        yield f"{size} does not divide --ffn-hidden-size"
+    if plan.sequence_parallel:
+        if model.sequence % plan.tensor:
+            yield f"--sequence-parallel, and {size} does not divide --seq-length"
+        if plan.tensor == 1:
+            yield "--sequence-parallel with one tensor rank"
+        if not may_divide_sequences(model):
+            yield "--sequence-parallel of a BERT without Apex"
+
+
+def _context_and_experts(plan: Plan, model: Model) -> Iterator[str]:
+    if plan.context > 1:
+        parts = plan.context * plan.tensor if plan.sequence_parallel else 1
+        if model.sequence % (2 * plan.context) or model.sequence % parts:
+            twice = "--seq-length is no multiple of twice --context-parallel-size"
+            yield f"{twice}, or of it times the tensor ranks"
+        if model.kind == "bert":
+            yield "--context-parallel-size with a BERT"
+    if plan.expert > 1 and (
+        not model.experts or model.experts % plan.expert or plan.replicas % plan.expert
+    ):
+        yield "--expert-model-parallel-size does not divide --num-experts and the replicas"
+    if model.experts and plan.tensor > 1 and not plan.sequence_parallel:
+        yield "--num-experts with tensor parallelism and without --sequence-parallel"
+    if plan.expert > 1 and plan.pipeline_inside:
+        yield "--expert-model-parallel-size with --use-tp-pp-dp-mapping"
+
+
+def _stages(plan: Plan, model: Model) -> Iterator[str]:
+    if not _share_layers(plan, model):
+        yield "the stages do not share --num-layers"
+    if _too_few_microbatches(plan):
+        yield "--global-batch-size gives too few microbatches, or a part of a round of chunks"
+    if plan.virtual > 1:
+        if plan.schedule != "megatron" or plan.depth == 1:
+            yield "virtual stages only with Megatron's schedule and several stages"
+        if any(layers % plan.virtual for layers in plan.layers_of(model)):
+            yield "virtual stages do not divide the layers of a stage"
+
+
+def _share_layers(plan: Plan, model: Model) -> bool:
+    """Megatron does not look at the sizes of a layout's middle stages: none, or less
+    than none, would pass."""
+    if plan.stages:
+        if plan.first or plan.last or plan.virtual > 1:
+            return False
+        whole = sum(plan.stages) == model.layers and min(plan.stages) >= 1
+        return whole and len(plan.stages) == plan.depth > 1
+    layers = model.layers - plan.first - plan.last
+    stages = plan.depth - bool(plan.first) - bool(plan.last)
+    if stages == 0:
+        return layers == 0
+    return plan.depth <= model.layers and layers >= stages > 0 and layers % stages == 0
+
+
+def _too_few_microbatches(plan: Plan) -> bool:
+    # By default an interleaved chunk runs as many microbatches in a row as there are
+    # stages; fewer would make it wait for itself.
+    if plan.virtual > 1:
+        return plan.microbatches % plan.depth > 0
+    return plan.microbatches < plan.pipeline.min_microbatches(plan.depth)
+
+
+def _of_two_bw(plan: Plan) -> Iterator[str]:
+    ours = plan.schedule == "2bw"
+    slots = [2]
+    if ours:
+        slots = [1, 2, "shard"] if plan.distributed_optimizer else [1, 2]
+    if plan.gradient_slots not in slots:
+        yield "gradient slots only with 2bw, and shard only with the distributed optimizer"
+    if plan.host and (not ours or plan.gradient_slots != 2):
+        yield "--two-bw-optimizer host only with 2bw"
+    if plan.extra_warmup and (
+        not ours or plan.depth == 1 or len(plan.extra_warmup) not in (1, plan.depth - 1)
+    ):
+        yield "extra warm-up only with 2bw, one number or one for each boundary"
+    if plan.extrapolate and not ours:
+        yield "--two-bw-correction only with 2bw"
+
+
+def _pipedream(plan: Plan, model: Model, on: Host) -> Iterator[str]:
+    if plan.distributed_optimizer:
+        yield "pipedream with the distributed optimizer"
+    if model.experts:
+        yield "pipedream with --num-experts"
+    if plan.depth > 1 and model.tied:
+        yield "pipedream with tied embeddings"
+    if on.precision == "fp16":
+        yield "pipedream with fp16 and dynamic loss scale"

@@ -19,9 +19,14 @@ from megatron_2bw.tools.planner.cost.bounds import work_bound
 from megatron_2bw.tools.planner.cost.compute import Work
 from megatron_2bw.tools.planner.cost.memory import GIB
 from megatron_2bw.tools.planner.cost.simulated import Cost
+from megatron_2bw.tools.planner.descriptions.cluster import Device
 from megatron_2bw.tools.planner.descriptions.plan import Plan, by_fields
-from megatron_2bw.tools.planner.find.legality import may_divide_sequences, violations
-from megatron_2bw.tools.planner.find.space import Space
+from megatron_2bw.tools.planner.find.legality import (
+    Host,
+    may_divide_sequences,
+    violations,
+)
+from megatron_2bw.tools.planner.find.space import LATE, Space
 
 # layers by which a stage may differ from its share, on clusters of different GPUs
 WIDER = 2
@@ -43,13 +48,13 @@ class Search:
     def __init__(
         self, cost: Cost, space: Space, distinct: bool = True, limit: float = math.inf
     ):
-        self.cost, self.space, self.distinct, self.limit = cost, space, distinct, limit
-        self._host = (
-            cost.model,
-            cost.cluster.gpus,
-            cost.precision,
-            cost.cluster.device.bf16,
-        )
+        self.cost = cost
+        self.space = space
+        self.distinct = distinct
+        self.limit = limit
+        self.model = cost.model
+        cluster = cost.cluster
+        self._host = Host(cluster.gpus, cost.precision, cluster.device.bf16)
         # plans with equal bounds leave the queue in the order of enumeration
         self._number = itertools.count()
         self._clear()
@@ -61,72 +66,77 @@ class Search:
 
     def __iter__(self) -> Iterator[tuple[float, Plan]]:
         self._clear()
-        queue: list[tuple[float, int, str, Plan, tuple]] = []
-
-        def put(bound: float, state: str, plan: Plan, choice: tuple = ()) -> None:
-            heapq.heappush(queue, (bound, next(self._number), state, plan, choice))
-
+        self._queue: list[tuple[float, int, str, Plan, tuple]] = []
         for plan in self.shapes():
-            put(self._shape_bound(plan), "shape", plan)
-
-        def bounded(plan: Plan) -> None:
-            put(
-                max(self.cost.lower_bound(plan) / plan.global_batch, bound),
-                "bound",
-                plan,
-            )
-
-        def enter(plan: Plan) -> None:
-            bounded(plan)
-            ahead = self.cost.bound_ahead(plan) if self.space.extra_warmup else None
-            if ahead is not None:
-                put(max(ahead / plan.global_batch, bound), "ahead", plan)
-
-        found: set[tuple] = set()
-        while queue:
-            bound, _, state, plan, choice = heapq.heappop(queue)
+            self._put(self._shape_bound(plan), "shape", plan)
+        yielded: set[tuple] = set()
+        while self._queue:
+            bound, _, state, plan, choice = heapq.heappop(self._queue)
             if bound >= self.limit:
                 return
-            if (
-                state == "shape"
-                and self._least_memory(plan) > self.cost.fastest.capacity
-            ):
-                self.too_large.append(self._leanest(plan))
-            elif state == "shape":
-                for split in self.split(plan):
-                    put(self._split_bound(split), "split", split)
+            if state == "shape":
+                self._divide(plan)
             elif state == "split":
                 for choice in self._schedules(plan):
-                    put(self._work_bound(plan, *choice), "schedule", plan, choice)
+                    work = self._work_bound(plan, *choice)
+                    self._put(work, "schedule", plan, choice)
             elif state == "schedule":
-                plan = self._scheduled(plan, *choice)
-                for variant in self.variants(plan) if plan else ():
-                    enter(self._leaner(variant))
-            elif self.distinct and self._key(plan) in found:
+                self._vary(bound, plan, choice)
+            elif self.distinct and _key(plan) in yielded:
                 continue
             elif state == "ahead":
                 extra = self.cost.extra_warmup(plan)
                 if extra:
-                    bounded(plan.changed(extra_warmup=extra))
+                    self._put_bound(bound, plan.changed(extra_warmup=extra))
             elif state == "bound":
-                plan = plan.changed(late=self.cost.late(plan))
-                keeps_inputs = (
-                    plan.recompute_layers > 1 and "full" in self.space.recompute
-                )
-                if keeps_inputs and self.cost.fits(plan.changed(recompute_layers=1)):
-                    continue  # that takes as long
-                if not self.cost.fits(plan):
-                    size = self.cost.gpipe_round(plan)
-                    if size is not None:
-                        bounded(plan.changed(gpipe_round=size))
-                    else:
-                        self.too_large.append(plan)
-                else:
-                    self.examined += 1
-                    put(self.cost.seconds(plan) / plan.global_batch, "exact", plan)
+                self._simulate(bound, plan.changed(late=self.cost.late(plan)))
             else:
-                found.add(self._key(plan))
+                yielded.add(_key(plan))
                 yield bound, plan
+
+    def _put(self, bound: float, state: str, plan: Plan, choice: tuple = ()) -> None:
+        entry = (bound, next(self._number), state, plan, choice)
+        heapq.heappush(self._queue, entry)
+
+    def _put_bound(self, bound: float, plan: Plan) -> None:
+        least = self.cost.lower_bound(plan) / plan.global_batch
+        self._put(max(least, bound), "bound", plan)
+
+    def _divide(self, shape: Plan) -> None:
+        """Enter the divisions of a shape's layers."""
+        if self._least_memory(shape) > self.cost.fastest.capacity:
+            self.too_large.append(self._leanest(shape))
+            return
+        for split in self.split(shape):
+            self._put(self._split_bound(split), "split", split)
+
+    def _vary(self, bound: float, split: Plan, choice: tuple) -> None:
+        """Enter the variants of a schedule."""
+        scheduled = self._scheduled(split, *choice)
+        if scheduled is None:
+            return
+        for variant in self.variants(scheduled):
+            plan = self._leaner(variant)
+            self._put_bound(bound, plan)
+            ahead = self.cost.bound_ahead(plan) if self.space.extra_warmup else None
+            if ahead is not None:
+                self._put(max(ahead / plan.global_batch, bound), "ahead", plan)
+
+    def _simulate(self, bound: float, plan: Plan) -> None:
+        """Enter the plan with its time, if it fits."""
+        fits = self.cost.fits
+        if plan.recompute_layers > 1 and "full" in self.space.recompute:
+            if fits(plan.changed(recompute_layers=1)):
+                return  # that takes as long
+        if fits(plan):
+            self.examined += 1
+            self._put(self.cost.seconds(plan) / plan.global_batch, "exact", plan)
+            return
+        size = self.cost.gpipe_round(plan)
+        if size is None:
+            self.too_large.append(plan)
+        else:
+            self._put_bound(bound, plan.changed(gpipe_round=size))
 
     def _leaner(self, plan: Plan) -> Plan:
         """Where two gradient slots of 2bw do not fit: one and a shard, or the optimizer
@@ -136,99 +146,76 @@ class Search:
         shard = plan.changed(gradient_slots="shard")
         if plan.distributed_optimizer and self.cost.fits(shard):
             return shard
-        return (
-            plan.changed(host=True)
-            if self.space.host and self.cost.host_holds(plan)
-            else plan
-        )
-
-    @staticmethod
-    def _key(plan: Plan) -> tuple[int, int, int, int, str]:
-        return plan.tensor, plan.context, plan.depth, plan.width, plan.schedule
+        if self.space.host and self.cost.host_holds(plan):
+            return plan.changed(host=True)
+        return plan
 
     def _shape_bound(self, plan: Plan) -> float:
         """Seconds per sample if the stages had equal work and never waited."""
-        works = self.cost.fastest.stages(
-            replace(plan, depth=1, width=plan.width * plan.depth)
-        )
-        return works[0].total / (plan.depth * plan.microbatch * plan.width)
+        one_stage = replace(plan, depth=1, width=plan.width * plan.depth)
+        (work,) = self.cost.fastest.stages(one_stage)
+        return work.total / (plan.depth * plan.microbatch * plan.width)
 
     def _leanest(self, shape: Plan) -> Plan:
         """The shape with the space's choices that need the fewest weights, gradients
         and optimizer states."""
-        schedules = sorted(
-            self.space.schedules, key=lambda name: name in ("2bw", "pipedream")
-        )
-        sharded = max(self.space.distributed_optimizer) and shape.replicas > 1
-        slots = 1 if 1 in self.space.gradient_slots else "shard" if sharded else 2
+        space = self.space
+        cluster = self.cost.cluster
+        schedule = min(space.schedules, key=LATE.__contains__)
+        sharded = max(space.distributed_optimizer) and shape.replicas > 1
+        slots = 2
+        if schedule == "2bw" and 1 in space.gradient_slots:
+            slots = 1
+        elif schedule == "2bw" and sharded:
+            slots = "shard"
         plan = shape.changed(
-            schedule=schedules[0],
-            gradient_slots=slots if schedules[0] == "2bw" else 2,
+            schedule=schedule,
+            gradient_slots=slots,
             distributed_optimizer=sharded,
             extrapolate=False,
         )
-        room = (
-            max(
-                each.host_memory_gib
-                for each in (self.cost.cluster.devices or [self.cost.cluster.device])
-            )
-            * GIB
-        )
+        if not (space.host and "2bw" in space.schedules):
+            return plan
+        devices = cluster.devices or [cluster.device]
+        room = max(device.host_memory_gib for device in devices) * GIB
         # With more bytes than that no division of the layers fits.
-        late = (
-            self.space.host
-            and "2bw" in schedules
-            and sum(self.cost.memory.host_bytes(plan)) <= plan.depth * room
-        )
-        return (
-            min(
-                plan,
-                plan.changed(schedule="2bw", gradient_slots=2, host=True),
-                key=self._bytes,
-            )
-            if late
-            else plan
-        )
+        if sum(self.cost.memory.host_bytes(plan)) > plan.depth * room:
+            return plan
+        on_host = plan.changed(schedule="2bw", gradient_slots=2, host=True)
+        return min(plan, on_host, key=self._bytes)
 
     def _bytes(self, plan: Plan) -> float:
-        """Of a parameter, on the GPU."""
-        return sum(
-            self.cost.memory.a_parameter(plan, 2 if plan.schedule == "2bw" else 1)
-        )
+        """Bytes of a parameter on the GPU."""
+        versions = 2 if plan.schedule == "2bw" else 1
+        return sum(self.cost.memory.a_parameter(plan, versions))
 
     def _least_memory(self, shape: Plan) -> float:
         """Bytes of weights, gradients and optimizer on equal stages. Every plan of the
         shape needs at least these."""
-        plan, memory = self._leanest(shape), self.cost.memory
+        plan = self._leanest(shape)
+        memory = self.cost.memory
         versions = 2 if plan.schedule == "2bw" else 1
-        stages = enumerate(shape.layers_of(self.cost.model))
-        return (
-            sum(
-                sum(memory.state(plan, *s, versions)) + memory.frozen(plan, *s)
-                for s in stages
-            )
-            / plan.depth
-        )
+        total = 0.0
+        for stage in enumerate(shape.layers_of(self.model)):
+            trained = sum(memory.state(plan, *stage, versions))
+            total += trained + memory.frozen(plan, *stage)
+        return total / plan.depth
 
     def _split_bound(self, plan: Plan) -> float:
         """Seconds per sample if the busiest stage never waited."""
-        return max(work.total for work in self._works(plan)) / (
-            plan.microbatch * plan.width
-        )
+        longest = max(work.total for work in self._works(plan))
+        return longest / (plan.microbatch * plan.width)
 
     def _works(self, split: Plan) -> list[Work]:
         """Work of one microbatch on each stage, in the rank order that puts it on the
         faster GPUs."""
         if not self.cost.cluster.devices:
             return self.cost.stages(split)
-        orders = [
-            self.cost.stages(split.changed(pipeline_inside=inside))
-            for inside in self.space.pipeline_inside
-        ]
-        return [
-            Work(min(w.forward for w in works), min(w.backward for w in works))
-            for works in zip(*orders)
-        ]
+        least = []
+        for inside in self.space.pipeline_inside:
+            works = self.cost.stages(split.changed(pipeline_inside=inside))
+            least = [*map(Work.least, works, least or works)]
+        return least
 
     def _work_bound(
         self, split: Plan, schedule: str, slots: int, virtual: int
@@ -246,165 +233,130 @@ class Search:
             seconds += update if schedule == "megatron" else update + reduce
         return seconds / split.global_batch
 
-    @by_fields(
-        "tensor",
-        "context",
-        "expert",
-        "depth",
-        "width",
-        "microbatch",
-        "first",
-        "last",
-        "stages",
-    )
+    @by_fields("tensor context expert depth width microbatch first last stages")
     def _least_waits(self, split: Plan) -> tuple[float, float, float, float]:
         """The minimum of `Cost.waits` over all `variants`, term by term."""
-        choices = itertools.product(
-            self.space.pipeline_inside, self.space.distributed_optimizer
-        )
-        plans = (
-            split.changed(pipeline_inside=inside, distributed_optimizer=sharded)
-            for inside, sharded in choices
-        )
-        return tuple(map(min, zip(*map(self.cost.waits, plans))))
+        waits = []
+        for inside in self.space.pipeline_inside:
+            for sharded in self.space.distributed_optimizer:
+                plan = split.changed(
+                    pipeline_inside=inside, distributed_optimizer=sharded
+                )
+                waits.append(self.cost.waits(plan))
+        return tuple(map(min, zip(*waits)))
 
     def shapes(self) -> Iterator[Plan]:
         """One plan for each legal (tensor, context, depth, width, expert, microbatch,
         recompute), with Megatron's schedule."""
-        space, gpus = self.space, self.cost.cluster.gpus
+        space = self.space
+        gpus = self.cost.cluster.gpus
         for tensor in _divisors(gpus, space.tensor):
-            across = itertools.product(
-                _divisors(gpus // tensor, space.context),
-                _divisors(gpus // tensor, space.depth),
-            )
-            for context, depth in across:
-                width, rest = divmod(gpus, tensor * context * depth)
-                if rest:
-                    continue
-                sizes = space.microbatch or tuple(
-                    2**k for k in range(12) if 2**k * width <= space.batch
-                )
-                parts = (
-                    math.gcd(self.cost.model.experts, context * width)
-                    if self.cost.model.experts
-                    else 1
-                )
-                for microbatch, expert in itertools.product(
-                    sizes or (1,), _divisors(parts, space.expert)
-                ):
-                    plan = self._shape(
-                        tensor, context, depth, width, microbatch, expert
-                    )
-                    if plan is not None:
-                        yield from self._recomputes(plan)
+            for context in _divisors(gpus // tensor, space.context):
+                for depth in _divisors(gpus // tensor, space.depth):
+                    width, rest = divmod(gpus, tensor * context * depth)
+                    if not rest:
+                        yield from self._batches(tensor, context, depth, width)
 
-    def _shape(
-        self,
-        tensor: int,
-        context: int,
-        depth: int,
-        width: int,
-        microbatch: int,
-        expert: int,
-    ) -> Plan | None:
-        microbatches = self.space.batch // (microbatch * width)
-        if not microbatches:
+    def _batches(
+        self, tensor: int, context: int, depth: int, width: int
+    ) -> Iterator[Plan]:
+        space = self.space
+        powers = [2**k for k in range(12) if 2**k * width <= space.batch]
+        parts = 1
+        if self.model.experts:
+            parts = math.gcd(self.model.experts, context * width)
+        for microbatch in space.microbatch or powers or [1]:
+            for expert in _divisors(parts, space.expert):
+                plan = Plan(
+                    tensor,
+                    depth,
+                    width,
+                    microbatch,
+                    microbatches=space.batch // (microbatch * width),
+                    schedule="megatron",
+                    context=context,
+                    expert=expert,
+                    grad_reduce_in_bf16=space.grad_reduce_in_bf16,
+                )
+                yield from self._legal_shapes(plan)
+
+    def _legal_shapes(self, plan: Plan) -> Iterator[Plan]:
+        if not plan.microbatches:
             self.rejected[
                 "the global batch is smaller than the data-parallel size"
             ] += 1
-            return None
-        splits = self.splits(depth)
+            return
+        splits = self.splits(plan.depth)
         if not splits:
             self.rejected["more stages than the layers divide into"] += 1
-            return None
-        divided = (
-            self.space.sequence_parallel
-            and tensor > 1
-            and may_divide_sequences(self.cost.model)
+            return
+        first, last = splits[0]
+        divided = self.space.sequence_parallel and plan.tensor > 1
+        plan = plan.changed(
+            first=first,
+            last=last,
+            sequence_parallel=divided and may_divide_sequences(self.model),
         )
-        plan = Plan(
-            *(tensor, depth, width, microbatch, microbatches),
-            schedule="megatron",
-            first=splits[0][0],
-            last=splits[0][1],
-            sequence_parallel=divided,
-            context=context,
-            expert=expert,
-            grad_reduce_in_bf16=self.space.grad_reduce_in_bf16,
-        )
-        return plan if self._legal(plan) else None
-
-    def _legal(self, plan: Plan) -> bool:
-        """Whether the plan is legal. Counts the plans that are not."""
-        for cause in violations(plan, *self._host):
-            self.rejected[cause] += 1
-            return False
-        return True
-
-    def _recomputes(self, plan: Plan) -> Iterator[Plan]:
+        if not self._legal(plan):
+            return
         for kind in self.space.recompute:
             if kind == "block":
                 yield plan.changed(recompute="full", recompute_block=1)
             elif kind != "stage":
                 yield plan.changed(recompute=kind)
             elif plan.depth > 1 or "full" not in self.space.recompute:
-                yield plan.changed(
-                    recompute="full", recompute_layers=self.cost.model.layers
-                )
+                yield plan.changed(recompute="full", recompute_layers=self.model.layers)
+
+    def _legal(self, plan: Plan) -> bool:
+        """Whether the plan is legal. Counts the plans that are not."""
+        for cause in violations(plan, self.model, *self._host):
+            self.rejected[cause] += 1
+            return False
+        return True
 
     def split(self, shape: Plan) -> Iterator[Plan]:
         """The shape with its layers divided."""
+        whole_stages = shape.recompute_layers > 1
         for split in self.layouts(shape):
+            longest = max(split.layers_of(self.model))
             if split.recompute_block:
-                longest = max(split.layers_of(self.cost.model))
-                yield from (
-                    split.changed(recompute_block=block) for block in range(1, longest)
-                )
-                continue
-            if split.recompute_layers > 1:
-                split = split.changed(
-                    recompute_layers=max(split.layers_of(self.cost.model))
-                )
-            if (
-                split.recompute_layers > 1
-                or shape.recompute_layers == 1
-                or "full" not in self.space.recompute
-            ):
+                for block in range(1, longest):
+                    yield split.changed(recompute_block=block)
+            elif not whole_stages:
                 yield split
+            # with one layer a stage it is "full"
+            elif longest > 1 or "full" not in self.space.recompute:
+                yield split.changed(recompute_layers=longest)
 
     def layouts(self, shape: Plan) -> Iterator[Plan]:
         """The shape with layers on each stage. Stages between the ends have as many as
         the others on the same GPUs."""
-        depth, layers = shape.depth, self.cost.model.layers
-        devices = (
-            [self.cost.device(shape, stage) for stage in range(depth)]
-            if self.cost.cluster.devices
-            else []
-        )
-        if len({*devices}) < 2 or not self.space.uneven:
-            yield from (
-                shape.changed(first=first, last=last)
-                for first, last in self.splits(depth)
-            )
+        devices = []
+        if self.cost.cluster.devices:
+            for stage in range(shape.depth):
+                devices.append(self.cost.device(shape, stage))
+        if len({*devices}) > 1 and self.space.uneven:
+            yield from self._layouts_by_speed(shape, devices)
             return
-        # By its speed each GPU has a share of the layers; a stage may have up to WIDER
-        # more or less.
-        totals = {
-            device: self.cost._compute(device).layer(shape).total
-            for device in dict.fromkeys(devices)
-        }
+        for first, last in self.splits(shape.depth):
+            yield shape.changed(first=first, last=last)
+
+    def _layouts_by_speed(self, shape: Plan, devices: list[Device]) -> Iterator[Plan]:
+        """By its speed each GPU has a share of the layers; a stage may have up to WIDER
+        more or less."""
+        layers = self.model.layers
+        totals = {}
+        for device in devices:
+            totals[device] = self.cost.compute_of(device).layer(shape).total
         each = layers / sum(1 / totals[device] for device in devices)
-        near = {
-            device: range(
-                max(math.floor(each / total) - WIDER, 1),
-                math.ceil(each / total) + WIDER + 1,
-            )
-            for device, total in totals.items()
-        }
+        near = {}
+        for device, total in totals.items():
+            least = max(math.floor(each / total) - WIDER, 1)
+            near[device] = range(least, math.ceil(each / total) + WIDER + 1)
         middle = [*dict.fromkeys(devices[1:-1])]
-        for counts in itertools.product(*(near[device] for device in middle)):
-            given = dict(zip(middle, counts))
-            between = [given[device] for device in devices[1:-1]]
+        for counts in itertools.product(*map(near.get, middle)):
+            count_of = dict(zip(middle, counts))
+            between = [count_of[device] for device in devices[1:-1]]
             for first in near[devices[0]]:
                 last = layers - sum(between) - first
                 if last in near[devices[-1]]:
@@ -417,25 +369,20 @@ class Search:
         stage as long as several layers. So either stage may have fewer layers, and the
         others up to two more than an even split.
         """
-        layers = self.cost.model.layers
-        found = [(0, 0)] if layers % depth == 0 else []
+        layers = self.model.layers
+        splits = [(0, 0)] if layers % depth == 0 else []
         if depth == 1 or not self.space.uneven:
-            return found
+            return splits
         longest = -(-layers // depth) + 2
         if depth == 2:
             longest = max(longest, layers // 2 + layers // 8)
-            firsts = range(max(layers - longest, 1), min(longest, layers - 1) + 1)
-            return found + [
-                (first, layers - first) for first in firsts if 2 * first != layers
+            return splits + [
+                pair for pair in _ends(layers, longest) if len({*pair}) > 1
             ]
         for middle in range(max(layers // depth - 1, 1), longest + 1):
-            ends = layers - middle * (depth - 2)
-            pairs = (
-                (first, ends - first)
-                for first in range(max(ends - longest, 1), min(longest, ends - 1) + 1)
-            )
-            found += [pair for pair in pairs if pair != (middle, middle)]
-        return found
+            pairs = _ends(layers - middle * (depth - 2), longest)
+            splits += [pair for pair in pairs if pair != (middle, middle)]
+        return splits
 
     def _scheduled(
         self, split: Plan, schedule: str, slots: int, virtual: int
@@ -457,68 +404,69 @@ class Search:
     def variants(self, plan: Plan) -> Iterator[Plan]:
         """The plan in each rank order, with and without the distributed optimizer;
         without extra warm-up."""
-        for inside, distributed in itertools.product(
-            self._orders(plan), self._optimizers(plan)
-        ):
-            yield plan.changed(
-                pipeline_inside=inside, distributed_optimizer=distributed
-            )
+        for inside in self._orders(plan):
+            for distributed in self._optimizers(plan):
+                yield plan.changed(
+                    pipeline_inside=inside, distributed_optimizer=distributed
+                )
 
     def _schedules(self, shape: Plan) -> Iterator[tuple[str, int, int]]:
         """(schedule, gradient slots, chunks per stage)."""
-        for schedule in self.space.schedules:
+        schedules = self.space.schedules
+        for schedule in schedules:
             if schedule == "2bw":
-                yield from ((schedule, slots, 1) for slots in self.space.gradient_slots)
+                for slots in self.space.gradient_slots:
+                    yield schedule, slots, 1
                 continue
-            if (
-                shape.depth == 1
-                and schedule not in ("megatron", "pipedream")
-                and "megatron" in self.space.schedules
-            ):
+            plain = schedule not in ("megatron", "pipedream")
+            if plain and shape.depth == 1 and "megatron" in schedules:
                 # on one stage they equal Megatron's schedule without its overlap
                 continue
             yield schedule, 2, 1
-            if (
-                schedule == "megatron"
-                and shape.depth > 1
-                and not shape.stages
-                and not shape.recompute_block
-            ):
-                each = math.gcd(*shape.layers_of(self.cost.model))
-                yield from (
-                    (schedule, 2, virtual)
-                    for virtual in _divisors(each, self.space.virtual)
-                    if virtual > 1
-                )
+            if schedule == "megatron" and shape.depth > 1:
+                for virtual in self._chunks(shape):
+                    yield schedule, 2, virtual
+
+    def _chunks(self, shape: Plan) -> list[int]:
+        """The numbers of chunks of Megatron's interleaved schedule."""
+        if shape.stages or shape.recompute_block:
+            return []
+        layers = math.gcd(*shape.layers_of(self.model))
+        return [k for k in _divisors(layers, self.space.virtual) if k > 1]
 
     def _orders(self, shape: Plan) -> tuple[bool, ...]:
         """The rank orders of the space; only the first if all put the ranks on the same
         servers."""
-        one, other = (
-            self.cost.compute.layout(shape.changed(pipeline_inside=inside))
-            for inside in (False, True)
-        )
-        return self.space.pipeline_inside[
-            : 1 if one == other or shape.expert > 1 else 2
-        ]
+        layout = self.cost.compute.layout
+        one = layout(shape.changed(pipeline_inside=False))
+        other = layout(shape.changed(pipeline_inside=True))
+        orders = self.space.pipeline_inside
+        return orders[:1] if one == other or shape.expert > 1 else orders
 
     def _optimizers(self, plan: Plan) -> tuple[bool, ...]:
         choices = self.space.distributed_optimizer
         if plan.replicas == 1:
             return choices[:1]
-        return tuple(
-            choice
-            for choice in choices
-            if not (choice and plan.schedule == "pipedream")
-        )
+        if plan.schedule == "pipedream":
+            return tuple(choice for choice in choices if not choice)
+        return choices
+
+
+def _key(plan: Plan) -> tuple[int, int, int, int, str]:
+    return plan.tensor, plan.context, plan.depth, plan.width, plan.schedule
+
+
+def _ends(layers: int, longest: int) -> Iterator[tuple[int, int]]:
+    """(first, last) of two stages with so many layers together."""
+    for first in range(max(layers - longest, 1), min(longest, layers - 1) + 1):
+        yield first, layers - first
 
 
 def _divisors(number: int, allowed: tuple[int, ...] | None) -> list[int]:
-    return [
-        k
-        for k in range(1, number + 1)
-        if number % k == 0 and (allowed is None or k in allowed)
-    ]
+    divisors = [k for k in range(1, number + 1) if number % k == 0]
+    if allowed is None:
+        return divisors
+    return [k for k in divisors if k in allowed]
 
 
 def on_fewer(
@@ -530,20 +478,21 @@ def on_fewer(
     The parts: fewer servers (of many servers, counts with more factors of two), or
     fewer GPUs of every server.
     """
-    servers, per_server = cost.cluster.servers, cost.cluster.gpus_per_server
-    counts = (
-        {n for k in range(20) for n in (servers >> k, servers >> k << k)}
-        if servers > 8
-        else range(1, servers)
-    )
-    parts = [(n, per_server) for n in counts if 0 < n < servers] + [
-        (servers, n) for n in range(1, per_server)
-    ]
-    found = None
+    servers = cost.cluster.servers
+    per_server = cost.cluster.gpus_per_server
+    counts = set(range(1, servers))
+    if servers > 8:
+        counts = set()
+        for k in range(20):
+            counts |= {servers >> k, servers >> k << k}
+        counts -= {0, servers}
+    parts = [(count, per_server) for count in counts]
+    parts += [(servers, count) for count in range(1, per_server)]
+    best = None
     for part in sorted(parts, key=math.prod, reverse=True):
-        on = cost.on(cost.cluster.part(*part))
-        for seconds, plan in itertools.islice(
-            Search(on, space, limit=found[1] if found else limit), 1
-        ):
-            found = on, seconds, plan
-    return found
+        on_part = cost.on(cost.cluster.part(*part))
+        fastest = next(iter(Search(on_part, space, limit=limit)), None)
+        if fastest is not None:
+            limit, plan = fastest
+            best = on_part, limit, plan
+    return best

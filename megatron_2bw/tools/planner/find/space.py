@@ -9,6 +9,7 @@ from megatron_2bw.tools.planner.descriptions.plan import RECOMPUTE
 # Without pipedream: its delays differ by stage, so the user must ask for it.
 PLANNED = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
 RECOMPUTES = (*RECOMPUTE, "stage")
+LATE = ("2bw", "pipedream")  # schedules whose gradients are late
 BLOCK = "block"  # on request
 
 

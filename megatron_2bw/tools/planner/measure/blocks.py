@@ -61,7 +61,8 @@ def measure_block(
         and importlib.util.find_spec("transformer_engine")
     )
     implementation = "transformer_engine" if engine else "local"
-    sizes, found = sorted(set(microbatches)), {"layer": (), "output layer": ()}
+    sizes = sorted(set(microbatches))
+    found = {"layer": (), "output layer": ()}
     with contextlib.nullcontext() if dist.is_initialized() else process_group(device):
         for tensor in _splits(model, dist.get_world_size()):
             with _parallel(device, tensor):
@@ -195,7 +196,8 @@ def _config(model: Model, precision: str, device: str, implementation: str) -> A
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[
         precision
     ]
-    gpu, dropout = device == "cuda", 0.1 if model.dropout else 0.0
+    gpu = device == "cuda"
+    dropout = 0.1 if model.dropout else 0.0
 
     def compiled(module: str) -> bool:  # of Apex
         return gpu and importlib.util.find_spec(module) is not None

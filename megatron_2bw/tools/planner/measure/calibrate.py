@@ -30,7 +30,8 @@ LINK = ("gb_s", "latency_us")
 # Standard deviations of a time about the model's and a constant about the preset's, in
 # logs. NOISE and LARGE are chosen on draws of 20 of vTrain's 1,440 rows and on
 # SimuMax's 12 of a 70B.
-NOISE, PRIOR = 0.045, 0.5
+NOISE = 0.045
+PRIOR = 0.5
 # errors of so many standard deviations have half of the weight of small ones
 LARGE = 2.5
 SHARE_LIMIT = 0.95  # of the peak and of the bandwidth
@@ -76,32 +77,24 @@ def calibrate(cluster: Cluster, runs: Sequence[Run]) -> Cluster:
     def build(x) -> Cluster:
         built = cluster
         for (part, name), factor in zip(names, np.exp(x)):
-            old, changed = (
-                getattr(built, part),
-                dict.fromkeys((name, *OF_FEWER) if name == "gb_s" else (name,), factor),
-            )
-            values = {each: float(getattr(old, each) * factor) for each in changed}
+            old = getattr(built, part)
+            values = {}
+            for each in (name, *OF_FEWER) if name == "gb_s" else (name,):
+                values[each] = float(getattr(old, each) * factor)
             if name.endswith("efficiency"):
                 values[name] = min(values[name], SHARE_LIMIT)
             built = replace(built, **{part: replace(old, **values)})
         return built
 
     def errors(x):
-        return np.concatenate(
-            [(np.log(predict(build(x), runs)) - logs) / NOISE, x / PRIOR]
-        )
+        of_times = (np.log(predict(build(x), runs)) - logs) / NOISE
+        return np.concatenate([of_times, x / PRIOR])
 
-    fitted = build(
-        least_squares(
-            errors, np.zeros(len(names)), loss="cauchy", f_scale=LARGE, x_scale="jac"
-        ).x
-    )
-    return replace(
-        fitted,
-        device=replace(
-            fitted.device, calibration=f"fitted to {len(runs)} measured runs"
-        ),
-    )
+    start = np.zeros(len(names))
+    fit = least_squares(errors, start, loss="cauchy", f_scale=LARGE, x_scale="jac")
+    fitted = build(fit.x)
+    source = f"fitted to {len(runs)} measured runs"
+    return replace(fitted, device=replace(fitted.device, calibration=source))
 
 
 def cross_validated(
@@ -110,16 +103,15 @@ def cross_validated(
     """Predicted over measured, less one, of each run by a fit to the runs outside its
     part. Of `parts` parts each has every `parts`-th run; there are at most as many as
     runs. At least two runs."""
-    parts, found = min(parts, len(runs)), [0.0] * len(runs)
+    parts = min(parts, len(runs))
+    errors = [0.0] * len(runs)
     for part in range(parts):
-        fitted = calibrate(
-            cluster, [run for index, run in enumerate(runs) if index % parts != part]
-        )
-        own = runs[part::parts]
-        found[part::parts] = [
-            seconds / run.seconds - 1 for seconds, run in zip(predict(fitted, own), own)
-        ]
-    return found
+        others = [run for index, run in enumerate(runs) if index % parts != part]
+        left_out = runs[part::parts]
+        predicted = predict(calibrate(cluster, others), left_out)
+        for place, seconds in enumerate(predicted):
+            errors[part + place * parts] = seconds / left_out[place].seconds - 1
+    return errors
 
 
 def bound(errors: Sequence[float]) -> float:
@@ -130,9 +122,9 @@ def bound(errors: Sequence[float]) -> float:
 def memory_errors(cluster: Cluster, runs: Sequence[Run]) -> list[float]:
     """Predicted over measured memory of the heaviest stage, less one, of the runs with
     a measured one."""
-    known = [run for run in runs if run.memory]
-    costs = [Cost(run.model, cluster, run.precision, run.flash) for run in known]
-    return [
-        cost.memory.heaviest(run.plan) / GIB / run.memory - 1
-        for cost, run in zip(costs, known)
-    ]
+    errors = []
+    for run in runs:
+        if run.memory:
+            memory = Cost(run.model, cluster, run.precision, run.flash).memory
+            errors.append(memory.heaviest(run.plan) / GIB / run.memory - 1)
+    return errors

@@ -10,7 +10,7 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -72,26 +72,23 @@ def measure_links(
              with those of another server server: the number of this rank's server
              (torchrun's GROUP_RANK).
     """
-    servers = on_all(server)
-    ranks = {
-        each: [rank for rank, its in enumerate(servers) if its == each]
-        for each in sorted(set(servers))
-    }
-    largest = max(ranks.values(), key=len)
-    inside = between = None
+    ranks: dict[int, list[int]] = {}
+    for rank, each in enumerate(on_all(server)):
+        ranks.setdefault(each, []).append(rank)
+    by_server = [ranks[each] for each in sorted(ranks)]
+    largest = max(by_server, key=len)
+    inside = None
     if len(largest) > 1:
         latency, message = _messages([(largest[0], largest[1])], device, messages)
-        rings = {
-            size: _ring(largest[:size], latency, device, messages)
-            for size in (2, 4)
-            if size < len(largest)
-        }
+        rates = dict.fromkeys((2, 4), 0.0)
+        for size in rates:
+            if size < len(largest):
+                rates[size] = _ring(largest[:size], latency, device, messages)
         ring = _ring(largest, latency, device, messages)
-        inside = Link(
-            ring, latency, 1, True, rings.get(2, 0.0), rings.get(4, 0.0), message
-        )
-    if len(ranks) > 1:
-        here, there, *_ = ranks.values()
+        inside = Link(ring, latency, 1, True, rates[2], rates[4], message)
+    between = None
+    if len(by_server) > 1:
+        here, there, *_ = by_server
         latency, rate = _messages(list(zip(here, there)), device, messages)
         between = Link(rate, latency, measured=True)
     return inside, between
@@ -104,15 +101,18 @@ def _messages(
     must call it."""
     import torch.distributed as dist
 
-    rank, mine = dist.get_rank(), None
+    rank = dist.get_rank()
+    measured = None
     dist.barrier()
     for low, high in pairs:
         if rank in (low, high):
             peer = low + high - rank
-            latency = _one_way(peer, rank == low, 8, 50, device)
-            spent = [_one_way(peer, rank == low, size, 5, device) for size in messages]
-            mine = (latency, _rate(messages, spent, latency)) if rank == low else None
-    latencies, rates = zip(*on_all(mine))
+            leads = rank == low
+            latency = _one_way(peer, leads, 8, 50, device)
+            spent = [_one_way(peer, leads, size, 5, device) for size in messages]
+            if leads:
+                measured = (latency, _rate(messages, spent, latency))
+    latencies, rates = zip(*on_all(measured))
     return statistics.median(latencies) * 1e6, sum(rates) * 1e-9
 
 
@@ -122,28 +122,27 @@ def _ring(
     """GB/s of each rank in all-reduces among `ranks`, while the others idle. All ranks
     must call it.
 
-    It is what the planner divides by (cost/links.py): each rank sends 2 (n - 1)/n of
-    the bytes.
+    It is what the planner divides by (cost/communication.py): each rank sends 2 (n -
+    1)/n of the bytes.
     """
     import torch
     import torch.distributed as dist
 
-    group, mine = dist.new_group(ranks), None
+    group = dist.new_group(ranks)
+    rate = None
     dist.barrier()
     if dist.get_rank() in ranks:
-        tensors = [torch.zeros(size // 4, device=device) for size in sizes]
-        spent = [
-            seconds(partial(dist.all_reduce, values, group=group), 5, device)
-            for values in tensors
-        ]
         steps = 2 * (len(ranks) - 1)
-        sent = [steps / len(ranks) * size for size in sizes]
-        mine = (
-            _rate(sent, spent, steps * latency_us * 1e-6)
-            if dist.get_rank() == ranks[0]
-            else None
-        )
-    (rate,) = on_all(mine)
+        spent = []
+        sent = []
+        for size in sizes:
+            values = torch.zeros(size // 4, device=device)
+            reduce = partial(dist.all_reduce, values, group=group)
+            spent.append(seconds(reduce, 5, device))
+            sent.append(steps / len(ranks) * size)
+        if dist.get_rank() == ranks[0]:
+            rate = _rate(sent, spent, steps * latency_us * 1e-6)
+    (rate,) = on_all(rate)
     dist.destroy_process_group(group)
     return rate * 1e-9
 
@@ -152,19 +151,20 @@ def on_all[T](mine: T | None) -> list[T]:
     """What the ranks measured, on all ranks."""
     import torch.distributed as dist
 
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return [each for each in found if each is not None]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return [each for each in gathered if each is not None]
 
 
-def _rate(sent: Any, spent: list[float], latency: float) -> float:
+def _rate(sent: Sequence[float], spent: list[float], latency: float) -> float:
     """Bytes per second: the median over the sizes, apart from the latency in
     seconds."""
-    # A short message may by chance take no longer than the latency: count at least half
-    # of its time.
-    return statistics.median(
-        size / max(each - latency, each / 2) for size, each in zip(sent, spent)
-    )
+    rates = []
+    for size, taken in zip(sent, spent):
+        # A short message may by chance take no longer than the latency: count at least
+        # half of its time.
+        rates.append(size / max(taken - latency, taken / 2))
+    return statistics.median(rates)
 
 
 def _one_way(peer: int, leads: bool, size: int, rounds: int, device: str) -> float:
@@ -183,7 +183,14 @@ def _one_way(peer: int, leads: bool, size: int, rounds: int, device: str) -> flo
 
 def seconds(work: Callable[[], object], rounds: int, device: str) -> float:
     """Median seconds of `work`."""
-    return medians(lambda mark: (mark(), work(), mark()), rounds, device)[0]
+
+    def marked(mark: Callable[[], None]) -> None:
+        mark()
+        work()
+        mark()
+
+    (median,) = medians(marked, rounds, device)
+    return median
 
 
 def medians(
@@ -191,29 +198,31 @@ def medians(
 ) -> list[float]:
     """Median seconds between the marks of `work`: events on the GPU, otherwise the
     clock."""
-    import torch
-
-    found: list[list[float]] = []
+    times: list[list[float]] = []
     for _ in range(WARM_UP[device] + rounds):
         marks: list[Any] = []
+        work(partial(_mark, marks, device))
+        times.append(_between(marks, device))
+    parts = zip(*times[WARM_UP[device] :], strict=True)
+    return [statistics.median(part) for part in parts]
 
-        def mark(marks: list[Any] = marks) -> None:
-            marks.append(
-                torch.cuda.Event(enable_timing=True)
-                if device == "cuda"
-                else time.perf_counter()
-            )
-            if device == "cuda":
-                marks[-1].record()
 
-        work(mark)
-        if device == "cuda":
-            torch.cuda.synchronize()
-            found.append(
-                [1e-3 * before.elapsed_time(after) for before, after in pairwise(marks)]
-            )
-        else:
-            found.append([after - before for before, after in pairwise(marks)])
-    return [
-        statistics.median(part) for part in zip(*found[WARM_UP[device] :], strict=True)
-    ]
+def _mark(marks: list[Any], device: str) -> None:
+    if device == "cuda":
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        marks.append(event)
+    else:
+        marks.append(time.perf_counter())
+
+
+def _between(marks: list[Any], device: str) -> list[float]:
+    """Seconds between the marks."""
+    if device != "cuda":
+        return [after - before for before, after in pairwise(marks)]
+    import torch
+
+    torch.cuda.synchronize()
+    return [1e-3 * before.elapsed_time(after) for before, after in pairwise(marks)]

@@ -33,17 +33,8 @@ from megatron_2bw.tools.planner.descriptions.reading import (
 from megatron_2bw.tools.planner.find.legality import violations
 
 COLUMNS = (
-    "layers",
-    "hidden",
-    "heads",
-    "sequence",
-    "tensor",
-    "depth",
-    "width",
-    "microbatch",
-    "global_batch",
-    "seconds",
-)
+    "layers hidden heads sequence tensor depth width microbatch global_batch seconds"
+).split()
 LAYOUT = "pipeline_model_parallel_layout"
 LOGS = ("*.log", "*.out", "*.txt")
 # of a log: the first includes loading, the second the first, the third the first late
@@ -81,40 +72,42 @@ class _Row(Described):
 
 
 # The columns of a table, by what they describe.
-MODEL, PLAN, REST = (
-    {entry.name: entry.type for entry in fields(kind)} for kind in (Model, Plan, _Row)
-)
-OPTIONAL = [
-    name
-    for name in (MODEL | PLAN | REST)
-    if name not in (*COLUMNS, "name", "microbatches")
-]
+MODEL = {entry.name: entry.type for entry in fields(Model)}
+PLAN = {entry.name: entry.type for entry in fields(Plan)}
+REST = {entry.name: entry.type for entry in fields(_Row)}
+_OTHERS = {*COLUMNS, "name", "microbatches"}
+OPTIONAL = [name for name in MODEL | PLAN | REST if name not in _OTHERS]
+
+
+def is_log(path: Path) -> bool:
+    """Whether the path is a log, or a folder of logs."""
+    return path.is_dir() or f"*{path.suffix}" in LOGS
 
 
 def read(paths: Sequence[Path]) -> list[Run]:
     """The runs of CSV files, of logs, and of folders: their logs with Megatron's
     arguments, else their `output`."""
-    found: list[Run] = []
+    runs: list[Run] = []
     for path in paths:
         if path.is_dir():
-            records = sorted({log.parent for log in path.rglob("rank-0.txt")})
-            logs = sorted(
-                {
-                    log
-                    for name in LOGS
-                    for log in path.rglob(name)
-                    if log.parent not in records
-                }
-            )
-            logs = [log for log in logs if _arguments(_text(log), log)] or records
-            found += map(read_log, logs)
-            if not logs:
-                raise UserError(
-                    f"{path}: no log with Megatron's arguments ({', '.join(LOGS)})"
-                )
+            runs += map(read_log, _logs(path))
         else:
-            found += [read_log(path)] if f"*{path.suffix}" in LOGS else read_runs(path)
-    return found
+            runs += [read_log(path)] if is_log(path) else read_runs(path)
+    return runs
+
+
+def _logs(folder: Path) -> list[Path]:
+    records = {log.parent for log in folder.rglob("rank-0.txt")}
+    logs = []
+    for name in LOGS:
+        for log in folder.rglob(name):
+            if log.parent not in records and _arguments(_text(log), log):
+                logs.append(log)
+    if not logs and not records:
+        raise UserError(
+            f"{folder}: no log with Megatron's arguments ({', '.join(LOGS)})"
+        )
+    return sorted(logs or records)
 
 
 def read_runs(path: Path) -> list[Run]:
@@ -124,60 +117,60 @@ def read_runs(path: Path) -> list[Run]:
         rows = list(csv.DictReader(file))
     if not rows:
         raise UserError(f"{path}: no rows; expected a header with {', '.join(COLUMNS)}")
-    missing, unknown = set(COLUMNS) - set(rows[0]), set(rows[0]) - {*COLUMNS, *OPTIONAL}
+    missing = sorted(set(COLUMNS) - set(rows[0]))
+    unknown = sorted(set(rows[0]) - {*COLUMNS, *OPTIONAL})
     if missing or unknown:
-        what = (
-            f"the column {sorted(missing)[0]} is missing"
-            if missing
-            else f"unknown column {sorted(unknown)[0]}"
-        )
-        raise UserError(f"{path}: {what} (known: {', '.join([*COLUMNS, *OPTIONAL])})")
+        fault = f"unknown column {unknown[0]}" if unknown else ""
+        if missing:
+            fault = f"the column {missing[0]} is missing"
+        raise UserError(f"{path}: {fault} (known: {', '.join([*COLUMNS, *OPTIONAL])})")
     return [_run(row, f"{path}, line {line}") for line, row in enumerate(rows, 2)]
 
 
 def _run(row: Mapping[str, Any], where: str) -> Run:
-    cells = {
-        name: _typed(str(cell), PLAN.get(name, ""))
-        for name, cell in row.items()
-        if cell not in (None, "")
-    }
-    rest = described(
-        _Row, {name: cell for name, cell in cells.items() if name in REST}, where
-    )
+    cells: dict[str, Any] = {"name": "run", "schedule": "megatron", "microbatches": 1}
+    for name, cell in row.items():
+        if cell not in (None, ""):
+            cells[name] = _typed(str(cell), PLAN.get(name, ""))
+    rest = described(_Row, _chosen(cells, REST), where)
+    model_cells = _chosen(cells, MODEL)
+    plan_cells = _chosen(cells, PLAN)
     try:
-        model = described(
-            Model,
-            {"name": "run"} | {name: cells[name] for name in MODEL if name in cells},
-            where,
-        )
-        cells = {"schedule": "megatron", "microbatches": 1} | cells
-        plan = described(
-            Plan, {name: cells[name] for name in PLAN if name in cells}, where
-        )
-        plan = plan.changed(
-            microbatches=rest.global_batch // plan.global_batch,
-            gpipe_round=plan.gpipe_round or None,
-        )
-        if plan.global_batch != rest.global_batch:
-            raise UserError(
-                f"global_batch {rest.global_batch} is not a multiple of microbatch × width"
-            )
-        if plan.schedule not in SCHEDULE_NAMES:
-            raise UserError(
-                f"schedule {plan.schedule} is not one of {', '.join(SCHEDULE_NAMES)}"
-            )
-        if not rest.overlap and plan.schedule == "megatron" and plan.width > 1:
-            if plan.virtual > 1:
-                raise UserError(
-                    "interleaved stages are planned with --overlap-grad-reduce only"
-                )
-            # the same order of computation, and no overlap
-            plan = plan.changed(schedule="pipedream-flush")
+        model = described(Model, model_cells, where)
+        plan = described(Plan, plan_cells, where)
+        plan = _checked(plan, rest)
         for cause in violations(plan, model, plan.gpus, rest.precision):
             raise UserError(cause)
     except UserError as error:
         raise UserError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from None
     return Run(model, plan, rest.seconds, rest.precision, rest.flash, rest.memory_gib)
+
+
+def _chosen(cells: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
+    return {name: cells[name] for name in names if name in cells}
+
+
+def _checked(plan: Plan, rest: _Row) -> Plan:
+    """The plan with the row's global batch and overlap."""
+    plan = plan.changed(
+        microbatches=rest.global_batch // plan.global_batch,
+        gpipe_round=plan.gpipe_round or None,
+    )
+    if plan.global_batch != rest.global_batch:
+        raise UserError(
+            f"global_batch {rest.global_batch} is not a multiple of microbatch × width"
+        )
+    if plan.schedule not in SCHEDULE_NAMES:
+        known = ", ".join(SCHEDULE_NAMES)
+        raise UserError(f"schedule {plan.schedule} is not one of {known}")
+    if rest.overlap or plan.schedule != "megatron" or plan.width == 1:
+        return plan
+    if plan.virtual > 1:
+        raise UserError(
+            "interleaved stages are planned with --overlap-grad-reduce only"
+        )
+    # the same order of computation, and no overlap
+    return plan.changed(schedule="pipedream-flush")
 
 
 def _typed(cell: str, kind: str) -> Any:
@@ -191,14 +184,10 @@ def _typed(cell: str, kind: str) -> Any:
 # --- logs
 # --------------------------------------------------------------------------------------
 
-# A row's column by Megatron's argument; a missing one, or None, leaves the column's
+# Megatron's argument by a row's column; a missing one, or None, leaves the column's
 # default.
-ARGUMENTS = {
-    argument: name
-    for name, argument in (models.ARGUMENTS | plans.ARGUMENTS).items()
-    if name != "groups"
-}
-ARGUMENTS |= {"overlap_grad_reduce": "overlap"}
+ARGUMENTS = models.ARGUMENTS | plans.ARGUMENTS | {"overlap": "overlap_grad_reduce"}
+del ARGUMENTS["groups"]
 _ARGUMENT = re.compile(r"^(?:\[[^\]\n]*\]:? ?)? +(\w+) \.{3,} (.*?) *$", re.MULTILINE)
 
 
@@ -215,10 +204,8 @@ def _arguments(log: str, path: Path) -> dict[str, str]:
     named = re.search(r"> output: (.+\.txt) has all", log)
     places = (Path(named[1]), *sorted(path.parent.rglob("rank-0.txt"))) if named else ()
     for text in (log, *(_text(place) for place in places if place.is_file())):
-        begun, ended = (
-            text.rfind("--- arguments ---"),
-            text.rfind("--- end of arguments ---"),
-        )
+        begun = text.rfind("--- arguments ---")
+        ended = text.rfind("--- end of arguments ---")
         if 0 <= begun < ended:
             return dict(_ARGUMENT.findall(text[begun:ended]))
     return {}
@@ -231,59 +218,54 @@ def read_log(path: Path) -> Run:
     UserError if it has no arguments, or too few iterations.
     """
     log = _text(path)
-    given = _arguments(log, path)
-    if not given:
+    arguments = _arguments(log, path)
+    given = arguments.get
+    if not arguments:
         raise UserError(
             f"{path}: no arguments of Megatron: give the run's --save folder, or run with --verbose"
         )
-    if given.get("multi_latent_attention") == "True":
+    if given("multi_latent_attention") == "True":
         raise UserError(f"{path}: runs with --multi-latent-attention are not read")
-    times = [line.milliseconds for line in run_log.training(log) if line.milliseconds][
-        WARMUP_LINES:
-    ]
-    if not times:
+    times = []
+    for line in run_log.training(log):
+        if line.milliseconds:
+            times.append(line.milliseconds)
+    if len(times) <= WARMUP_LINES:
         raise UserError(f"{path}: fewer than {WARMUP_LINES + 1} lines of iterations")
-    row = {
-        name: _cell(given[argument])
-        for argument, name in ARGUMENTS.items()
-        if argument in given
-    }
+    row = {}
+    for name, argument in ARGUMENTS.items():
+        if argument in arguments:
+            row[name] = _cell(arguments[argument])
+    precision = "fp32"
+    for name in ("fp16", "bf16"):
+        if given(name) == "True":
+            precision = name
+    grouped = given("group_query_attention") == "True"
+    unfused = "unfused" in given("attention_backend", "")
+    dropouts = {given("attention_dropout"), given("hidden_dropout")}
     row |= {
-        "seconds": statistics.median(times) / 1e3,
+        "seconds": statistics.median(times[WARMUP_LINES:]) / 1e3,
         "kind": "bert" if "sop loss" in log else "gpt",
-        "precision": next(
-            (name for name in ("bf16", "fp16") if given.get(name) == "True"), "fp32"
-        ),
-        "groups": given.get("num_query_groups", 0)
-        if given.get("group_query_attention") == "True"
-        else 0,
-        "dense": dense_layers(given.get("moe_layer_freq", "1")),
-        "tied": given.get("untie_embeddings_and_output_weights") != "True",
-        "rms_norm": given.get("normalization") == "RMSNorm",
-        "rotary": given.get("position_embedding_type") == "rope",
-        "dropout": any(
-            given.get(name) != "0.0" for name in ("attention_dropout", "hidden_dropout")
-        ),
-        "flash": given.get("transformer_impl") != "local"
-        and "unfused" not in given.get("attention_backend", ""),
-        "extrapolate": given.get("two_bw_correction", "none") != "none",
-        "stages": " ".join(
-            str(stage.count("t"))
-            for stage in layout_stages(_cell(given.get(LAYOUT, "")))
-        ),
-        "grad_reduce_in_bf16": given.get("grad_reduce_in_bf16") == "True",
+        "precision": precision,
+        "groups": given("num_query_groups", 0) if grouped else 0,
+        "dense": dense_layers(given("moe_layer_freq", "1")),
+        "tied": given("untie_embeddings_and_output_weights") != "True",
+        "rms_norm": given("normalization") == "RMSNorm",
+        "rotary": given("position_embedding_type") == "rope",
+        "dropout": dropouts != {"0.0"},
+        "flash": given("transformer_impl") != "local" and not unfused,
+        "extrapolate": given("two_bw_correction", "none") != "none",
+        "grad_reduce_in_bf16": given("grad_reduce_in_bf16") == "True",
     }
-    block = given.get("recompute_method") == "block"
-    row["recompute_block" if block else "recompute_layers"] = (
-        _cell(given.get("recompute_num_layers", "")) or 1
-    )
+    block = given("recompute_method") == "block"
+    layers = _cell(given("recompute_num_layers", "")) or 1
+    row["recompute_block" if block else "recompute_layers"] = layers
+    layout = layout_stages(_cell(given(LAYOUT, "")))
     # no layout, or one of interleaved stages
-    if len(row["stages"].split()) != int(row["depth"]):
-        row["stages"] = ""
-    return _run(
-        row | {"memory_gib": round(_memory(log, _run(row, str(path)).plan), 3)},
-        str(path),
-    )
+    if len(layout) == int(row["depth"]):
+        row["stages"] = " ".join(str(stage.count("t")) for stage in layout)
+    plan = _run(row, str(path)).plan
+    return _run(row | {"memory_gib": round(_memory(log, plan), 3)}, str(path))
 
 
 def _memory(log: str, plan: Plan) -> float:
@@ -293,17 +275,16 @@ def _memory(log: str, plan: Plan) -> float:
     Megatron's own schedule the first rank of each data-parallel group prints its peak
     after the second iteration.
     """
-    ours = [line.stage_memory for line in run_log.training(log) if line.stage_memory]
+    peaks = []
+    for line in run_log.training(log):
+        peaks = line.stage_memory or peaks
+    if peaks:
+        return max(peaks) if len(peaks) == plan.depth else 0.0
     line = r"\[Rank (\d+)\] \(after \d+ iterations\) memory \(MB\) \|[^\n]*?max allocated: ([\d.]+)"
-    ranks = {
-        int(rank): float(mebibytes) / 1024 for rank, mebibytes in re.findall(line, log)
-    }
-    whole = (
-        len(ours[-1]) == plan.depth
-        if ours
-        else len(ranks) == plan.tensor * plan.context * plan.depth
-    )
-    return max(ours[-1] if ours else ranks.values()) if whole else 0.0
+    ranks = dict(re.findall(line, log))
+    if len(ranks) != plan.tensor * plan.context * plan.depth:
+        return 0.0
+    return max(float(mebibytes) / 1024 for mebibytes in ranks.values())
 
 
 def _cell(value: str) -> str:

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from megatron_2bw.run.flags.correction_notes import gap
 from megatron_2bw.tools.planner.cost.memory import GIB, StageMemory
@@ -23,41 +23,26 @@ from megatron_2bw.tools.planner.find.advice import TIGHT, tie
 from megatron_2bw.tools.planner.find.search import Search, on_fewer
 from megatron_2bw.tools.planner.find.space import Space
 
-MEASURED, ESTIMATED = "MEASURED", "ESTIMATED"
+MEASURED = "MEASURED"
+ESTIMATED = "ESTIMATED"
 TERMS = [field.name for field in fields(Split)]
 KINDS = [field.name for field in fields(StageMemory)]
 # of the time per sample: what a plan on fewer GPUs must save to be reported
 MIN_FEWER_GAIN = 0.01
 
-LEGEND = (
-    (
-        "t, d, w: tensor-parallel size, stages, pipelines. b, m: samples a "
-        "microbatch, microbatches a batch and pipeline."
-    ),
-    (
-        "c, e: context-, expert-parallel size (--context-parallel-size, "
-        "--expert-model-parallel-size). g: m / d, the"
-    ),
-    "gradient accumulation of Algorithm 1.",
-    (
-        "ranks: neighbours are the replicas of a stage (dp-pp), or a pipeline's "
-        "stages (pp-dp, --use-tp-pp-dp-mapping)."
-    ),
-    "2bw +k: k extra warm-up forwards on the first stage hide messages (--two-bw-extra-warmup).",
-    (
-        "2bw shard: the second gradient slot is the own shard "
-        "(--two-bw-gradient-slots shard). 2bw host: main weights and"
-    ),
-    "Adam's moments are in host memory, where the step runs (--two-bw-optimizer host).",
-    (
-        "gpipe round N: N microbatches at a time, as many as fit, with a bubble "
-        "after each round (--gpipe-round)."
-    ),
-    (
-        "layers: per stage, or first/middle/last. optim. sharded: "
-        "--use-distributed-optimizer. TF: 10^12 operations."
-    ),
-)
+LEGEND = """\
+t, d, w: tensor-parallel size, stages, pipelines. b, m: samples a microbatch, microbatches a batch and pipeline.
+c, e: context-, expert-parallel size (--context-parallel-size, --expert-model-parallel-size). g: m / d, the
+gradient accumulation of Algorithm 1.
+ranks: neighbours are the replicas of a stage (dp-pp), or a pipeline's stages (pp-dp, --use-tp-pp-dp-mapping).
+2bw +k: k extra warm-up forwards on the first stage hide messages (--two-bw-extra-warmup).
+2bw shard: the second gradient slot is the own shard (--two-bw-gradient-slots shard). 2bw host: main weights and
+Adam's moments are in host memory, where the step runs (--two-bw-optimizer host).
+gpipe round N: N microbatches at a time, as many as fit, with a bubble after each round (--gpipe-round).
+layers: per stage, or first/middle/last. optim. sharded: --use-distributed-optimizer. TF: 10^12 operations."""
+TIMES_LEGEND = """\
++-: of measured times nine of ten are within it (calibrate measures it on your runs). certain: weights,
+gradients, optimizer, on the GPU with most. heaviest: and activations and buffers, which are estimates."""
 CAVEAT = """\
 The plans assume that the given global batch is the largest that is safe for convergence: throughput grows with the
 batch, so a larger, unsafe batch would look better here. The gradients of 2bw are late by one update (delay 1): check
@@ -81,46 +66,45 @@ class Result:
         """The fastest plan of another shape, and of each other schedule: from the table
         or by a further search."""
         winner, *others = self.estimates
-        found = [
-            estimate
-            for estimate in others
-            if _shape(estimate.plan) != _shape(winner.plan)
-        ][:1]
+        rivals = [each for each in others if _shape(each.plan) != _shape(winner.plan)]
+        rivals = rivals[:1]
         for schedule in self.space.schedules:
-            if schedule == winner.plan.schedule:
-                continue
-            best = next(
-                (estimate for estimate in others if estimate.plan.schedule == schedule),
-                None,
-            )
-            if best is None:
-                search = Search(self.cost, replace(self.space, schedules=(schedule,)))
-                best = next((self.cost.estimate(plan) for _, plan in search), None)
-            if best is not None and best not in found:
-                found.append(best)
-        return found
+            if schedule != winner.plan.schedule:
+                best = self._best(schedule)
+                if best is not None and best not in rivals:
+                    rivals.append(best)
+        return rivals
+
+    def _best(self, schedule: str) -> Estimate | None:
+        for estimate in self.estimates:
+            if estimate.plan.schedule == schedule:
+                return estimate
+        search = Search(self.cost, replace(self.space, schedules=(schedule,)))
+        for _, plan in search:
+            return self.cost.estimate(plan)
+        return None
 
     @cached_property
     def tight(self) -> list[Estimate]:
         """Of the fastest plans that do not fit by the estimate, but may, those that are
         faster than the first one."""
-        loose, named = self.cost.on(self.cost.cluster, spare=-TIGHT), {}
+        loose = self.cost.on(self.cost.cluster, spare=-TIGHT)
+        named: dict[str, Plan] = {}
         for plan in itertools.islice(filter(loose.fits, self.search.too_large), 6):
             named.setdefault(plan.title, plan)
-        found = map(self.cost.estimate, itertools.islice(named.values(), 2))
+        plans = itertools.islice(named.values(), 2)
+        limit = _per_sample(self.estimates[0])
         return [
-            each for each in found if _per_sample(each) < _per_sample(self.estimates[0])
+            each for each in map(self.cost.estimate, plans) if _per_sample(each) < limit
         ]
 
     @cached_property
     def fewer(self) -> Cluster | None:
         """A part of the cluster whose fastest plan is faster than the first plan on all
         GPUs."""
-        limits = (
-            _per_sample(estimate) * (1 - MIN_FEWER_GAIN) for estimate in self.estimates
-        )
-        found = on_fewer(self.cost, self.space, min(limits, default=math.inf))
-        return found and found[0].cluster
+        least = min(map(_per_sample, self.estimates), default=math.inf)
+        part = on_fewer(self.cost, self.space, least * (1 - MIN_FEWER_GAIN))
+        return part and part[0].cluster
 
 
 _shape = attrgetter("tensor", "context", "depth", "width")
@@ -133,14 +117,8 @@ def _per_sample(estimate: Estimate) -> float:
 def text(result: Result) -> str:
     """The first plan, the tables of the plans and of its memory, and why it is
     first."""
-    return "\n\n".join(
-        [
-            first(result),
-            table(result),
-            memory_table(result.estimates[0]),
-            reason(result),
-        ]
-    )
+    memory = memory_table(result.estimates[0])
+    return "\n\n".join([first(result), table(result), memory, reason(result)])
 
 
 def gpus(cost: Cost) -> str:
@@ -148,12 +126,15 @@ def gpus(cost: Cost) -> str:
 
 
 def three(number: float) -> str:
-    """With three digits, or all that are before the point."""
-    return (
-        f"{number:.{max(2 - math.floor(math.log10(float(f'{number:.2e}'))), 0)}f}"
-        if number
-        else "0"
-    )
+    """The number with three digits, or all that are before the point."""
+    if not number:
+        return "0"
+    exponent = math.floor(math.log10(float(f"{number:.2e}")))
+    return f"{number:.{max(2 - exponent, 0)}f}"
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB"
 
 
 # --- tables
@@ -164,13 +145,13 @@ def aligned(rows: list[list[str]], left: set[int]) -> list[str]:
     """Lines of a table with two blanks between columns. Columns in `left` are aligned
     left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    pads = [str.ljust if column in left else str.rjust for column in range(len(widths))]
-    return [
-        "  ".join(
-            pad(cell, width) for pad, cell, width in zip(pads, row, widths)
-        ).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        cells = []
+        for column, (cell, width) in enumerate(zip(row, widths)):
+            cells.append(cell.ljust(width) if column in left else cell.rjust(width))
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def _percent(share: float, digits: int = 0) -> str:
@@ -187,138 +168,122 @@ PLAN_COLUMNS = (
 def table(result: Result) -> str:
     """The ranked plans: choices and throughput; then the causes of an iteration's time,
     and the memory."""
-    cost, plans, times = result.cost, [], []
-    places = [
-        "1=" if rank <= result.ties > 1 else str(rank)
-        for rank, _ in enumerate(result.estimates, 1)
+    cost = result.cost
+    error = cost.cluster.device.error
+    plans = [PLAN_COLUMNS]
+    times = [["#", "iteration", "+-", *TERMS, "certain", "heaviest", "headroom"]]
+    for rank, estimate in enumerate(result.estimates + result.tight, 1):
+        place = str(rank)
+        if rank > len(result.estimates):
+            place = "tight"
+        elif rank <= result.ties > 1:
+            place = "1="
+        plans.append([place, *_plan_cells(cost, estimate)])
+        times.append([place, *_time_cells(estimate, error)])
+    attention = "flash attention"
+    if not cost.memory.flash:
+        attention = "attention that keeps its scores"
+    if cost.memory.torch_adam:
+        attention += ", torch's Adam"
+    name = cost.model.name
+    lines = [
+        f"Plans for {name} on {gpus(cost)}, fastest first, ties by simplicity (ESTIMATED)",
+        f"{cost.precision}, sequences of {cost.model.sequence}, {attention}.",
+        *aligned(plans, {1, 8, 9, 10, 11}),
+        LEGEND,
     ]
-    for place, estimate in zip(
-        [*places, "tight", "tight"], [*result.estimates, *result.tight]
-    ):
-        plan, each = estimate.plan, estimate.throughput / estimate.plan.gpus
-        sizes = (plan.depth, plan.width, plan.microbatch, plan.microbatches)
-        words = (
-            f"{plan.accumulation:.1f}",
-            plan.recompute_name,
-            "sharded" if plan.distributed_optimizer else "whole",
-            "pp-dp" if plan.pipeline_inside else "dp-pp",
-            _layers(plan.layers_of(cost.model)),
-            str(plan.global_batch),
-            *map(
-                three,
-                (
-                    estimate.throughput,
-                    each * cost.model.sequence,
-                    each * cost.model.sample_flops() / 1e12,
-                ),
-            ),
-        )
-        tensor = (
-            str(plan.tensor)
-            + f" c{plan.context}" * (plan.context > 1)
-            + f" e{plan.expert}" * (plan.expert > 1)
-        )
-        plans.append([place, plan.schedule_name, tensor, *map(str, sizes), *words])
-        shares = (
-            _percent(getattr(estimate.split, term) / estimate.seconds, 1)
-            for term in TERMS
-        )
-        certain = max(stage.certain for stage in estimate.memory)
-        memory = (
-            f"{size / GIB:.2f} GiB"
-            for size in (certain, estimate.heaviest, estimate.headroom)
-        )
-        seconds = (
-            f"{three(time)} s"
-            for time in (estimate.seconds, cost.cluster.device.error * estimate.seconds)
-        )
-        times.append([place, *seconds, *shares, *memory])
-    within = _percent(tie(cost.cluster.device.error))
-    ties = (
-        f"1=: within {within} of the fastest, a tie. Exact schedules and simpler "
-        "plans are first."
-    )
-    attention = (
-        "flash attention" if cost.memory.flash else "attention that keeps its scores"
-    )
-    attention += ", torch's Adam" * cost.memory.torch_adam
-    tags = {
-        tag: [term for term, found in terms(cost).items() if found[0] == tag]
-        for tag in (MEASURED, ESTIMATED)
-    }
-    tagged = "; ".join(
-        f"{tag}: {', '.join(names)}" for tag, names in tags.items() if names
-    )
-    return "\n".join(
-        [
-            (
-                f"Plans for {cost.model.name} on {gpus(cost)}, fastest first, ties by "
-                "simplicity (ESTIMATED)"
-            ),
-            f"{cost.precision}, sequences of {cost.model.sequence}, {attention}.",
-            *aligned([PLAN_COLUMNS, *plans], {1, 8, 9, 10, 11}),
-            *LEGEND,
-            *[ties] * (result.ties > 1),
-            "",
-            f"Where an iteration's time goes, and memory ({tagged})",
-            *aligned(
-                [
-                    ["#", "iteration", "+-", *TERMS, "certain", "heaviest", "headroom"],
-                    *times,
-                ],
-                set(),
-            ),
-            (
-                "+-: of measured times nine of ten are within it (calibrate measures "
-                "it on your runs). certain: weights,"
-            ),
-            (
-                "gradients, optimizer, on the GPU with most. heaviest: and "
-                "activations and buffers, which are estimates."
-            ),
-            *[
-                (
-                    f"tight: faster, and at most {_percent(TIGHT)} above the memory "
-                    "by the estimate: it may fit, or run out."
-                )
-            ]
-            * bool(result.tight),
-        ]
-    )
+    if result.ties > 1:
+        tied = f"1=: within {_percent(tie(error))} of the fastest, a tie."
+        lines.append(f"{tied} Exact schedules and simpler plans are first.")
+    lines += [
+        "",
+        f"Where an iteration's time goes, and memory ({_tagged(cost)})",
+        *aligned(times, set()),
+        TIMES_LEGEND,
+    ]
+    if result.tight:
+        above = f"tight: faster, and at most {_percent(TIGHT)} above the memory"
+        lines.append(f"{above} by the estimate: it may fit, or run out.")
+    return "\n".join(lines)
+
+
+def _plan_cells(cost: Cost, estimate: Estimate) -> list[str]:
+    plan = estimate.plan
+    tensor = str(plan.tensor)
+    if plan.context > 1:
+        tensor += f" c{plan.context}"
+    if plan.expert > 1:
+        tensor += f" e{plan.expert}"
+    each = estimate.throughput / plan.gpus
+    return [
+        plan.schedule_name,
+        tensor,
+        str(plan.depth),
+        str(plan.width),
+        str(plan.microbatch),
+        str(plan.microbatches),
+        f"{plan.accumulation:.1f}",
+        plan.recompute_name,
+        "sharded" if plan.distributed_optimizer else "whole",
+        "pp-dp" if plan.pipeline_inside else "dp-pp",
+        _layers(plan.layers_of(cost.model)),
+        str(plan.global_batch),
+        three(estimate.throughput),
+        three(each * cost.model.sequence),
+        three(each * cost.model.sample_flops() / 1e12),
+    ]
+
+
+def _time_cells(estimate: Estimate, error: float) -> list[str]:
+    seconds = estimate.seconds
+    cells = [f"{three(seconds)} s", f"{three(error * seconds)} s"]
+    cells += [_percent(time / seconds, 1) for time in astuple(estimate.split)]
+    certain = max(stage.certain for stage in estimate.memory)
+    return [*cells, gib(certain), gib(estimate.heaviest), gib(estimate.headroom)]
+
+
+def _tagged(cost: Cost) -> str:
+    """The terms that are measured, and those that are estimated."""
+    parts = []
+    for tag in (MEASURED, ESTIMATED):
+        names = [term for term, source in terms(cost).items() if source[0] == tag]
+        if names:
+            parts.append(f"{tag}: {', '.join(names)}")
+    return "; ".join(parts)
 
 
 def _layers(stages: list[int]) -> str:
     """Layers of each stage; of the first, each middle and the last stage; or of all:
     6,3x5,4x3 has 3 stages of 5."""
-    if len({*stages[1:-1]}) > 1:
-        runs = [(layers, len([*same])) for layers, same in itertools.groupby(stages)]
-        return ",".join(
-            f"{count}x{layers}" if count > 1 else str(layers) for layers, count in runs
-        )
-    ends = [stages[0], *stages[1:-1][:1], stages[-1]]
-    return "/".join(map(str, ends)) if len(set(stages)) > 1 else str(stages[0])
+    first, *middle, last = stages if len(stages) > 1 else stages * 2
+    if len({*middle}) > 1:
+        runs = []
+        for layers, same in itertools.groupby(stages):
+            count = len([*same])
+            runs.append(f"{count}x{layers}" if count > 1 else str(layers))
+        return ",".join(runs)
+    if len({*stages}) == 1:
+        return str(first)
+    return "/".join(map(str, [first, *middle[:1], last]))
 
 
 def memory_table(estimate: Estimate) -> str:
     """GiB on the GPUs of every stage, by kind. Successive stages with equal figures
     share a line."""
-    sizes = [
-        [*astuple(stage), stage.total, room - stage.total]
-        for stage, room in zip(estimate.memory, estimate.capacities)
-    ]
-    lines, first = [], 0
-    for cells, same in itertools.groupby(
-        [f"{size / GIB:.2f}" for size in stage] for stage in sizes
-    ):
+    rows = []
+    for stage, room in zip(estimate.memory, estimate.capacities):
+        sizes = [*astuple(stage), stage.total, room - stage.total]
+        rows.append([f"{size / GIB:.2f}" for size in sizes])
+    lines = [["stage", *KINDS, "total", "headroom"]]
+    first = 0
+    for cells, same in itertools.groupby(rows):
         last = first + len([*same]) - 1
         lines.append([str(first) if first == last else f"{first}-{last}", *cells])
         first = last + 1
     title = (
         f"Memory of a GPU of each stage of {estimate.plan.title}, in GiB ({ESTIMATED})"
     )
-    return "\n".join(
-        [title, *aligned([["stage", *KINDS, "total", "headroom"], *lines], {0})]
-    )
+    return "\n".join([title, *aligned(lines, {0})])
 
 
 # --- words
@@ -337,37 +302,29 @@ def wrapped(text: str, mark: str = "- ") -> str:
 
 def first(result: Result) -> str:
     """The first plan, and what 2bw gains over a flush and costs."""
-    winner, fastest = (
-        result.estimates[0],
-        max(result.estimates, key=attrgetter("throughput")),
-    )
-    sizes = " GiB of ".join(f"{size / GIB:.2f}" for size in winner.fullest)
-    text = (
-        f"Best: {winner.plan.title}, {three(winner.throughput)} samples/s, {sizes} "
-        f"allowed ({ESTIMATED})."
-    )
+    winner = result.estimates[0]
+    fastest = max(result.estimates, key=attrgetter("throughput"))
+    taken, allowed = winner.fullest
+    sizes = f"{gib(taken)} of {allowed / GIB:.2f} allowed ({ESTIMATED})"
+    text = f"Best: {winner.plan.title}, {three(winner.throughput)} samples/s, {sizes}."
     if result.ties > 1 and fastest is not winner:
-        delay = (
-            ""
-            if fastest.plan.pipeline.flushes
-            else " and the cost of its delay in convergence"
-        )
-        text += f" The fastest is {rate(fastest)}: the difference is within the error{delay}."
-    return "\n".join(
-        wrapped(words, "")
-        for words in (text, *on_host(result.cost, winner.plan), *gain(result))
-    )
+        text += f" The fastest is {rate(fastest)}: the difference is within the error"
+        if not fastest.plan.pipeline.flushes:
+            text += " and the cost of its delay in convergence"
+        text += "."
+    texts = [text, *on_host(result.cost, winner.plan), *gain(result)]
+    return "\n".join(wrapped(text, "") for text in texts)
 
 
 def on_host(cost: Cost, plan: Plan) -> Iterator[str]:
     """What the step in host memory takes, and whether the next batch hides it."""
     if plan.host:
-        step, (window, _) = cost.times(plan).step, cost.window(plan)
+        memory = max(cost.memory.host_bytes(plan)) / GIB
+        step = three(cost.times(plan).step)
+        window, _ = cost.window(plan)
         yield (
-            f"The optimizer takes {max(cost.memory.host_bytes(plan)) / GIB:.1f} "
-            "GiB of host memory for a GPU. Its step "
-            f"takes {three(step)} s, and the next batch hides {three(window)} s "
-            f"({ESTIMATED}; docs/host_memory.md)."
+            f"The optimizer takes {memory:.1f} GiB of host memory for a GPU. Its step takes {step} s, "
+            f"and the next batch hides {three(window)} s ({ESTIMATED}; docs/host_memory.md)."
         )
 
 
@@ -378,102 +335,89 @@ def rate(estimate: Estimate) -> str:
 def gain(result: Result) -> Iterator[str]:
     """What the fastest plan of 2bw gains over the fastest exact one, and what it costs,
     where both are."""
-    found = sorted([*result.estimates, *result.rivals], key=_per_sample)
-    late = next(
-        (estimate for estimate in found if estimate.plan.schedule == "2bw"), None
-    )
-    exact = next(
-        (estimate for estimate in found if estimate.plan.pipeline.flushes), None
-    )
+    late = exact = None
+    for estimate in sorted(result.estimates + result.rivals, key=_per_sample):
+        if estimate.plan.schedule == "2bw":
+            late = late or estimate
+        elif estimate.plan.pipeline.flushes:
+            exact = exact or estimate
+    space = result.space
     if late and exact:
-        plan, (fullest, stage) = (
-            late.plan,
-            max(enumerate(late.memory), key=lambda pair: pair[1].total),
+        yield _gain(result.cost, late, exact)
+    elif not late and space.extrapolate and "2bw" in space.schedules:
+        space = replace(space, schedules=("2bw",), extrapolate=False)
+        for _, plan in itertools.islice(Search(result.cost, space), 1):
+            best = rate(result.cost.estimate(plan))
+            yield f"2bw fits only without its correction (--no-extrapolate): {best}."
+
+
+def _gain(cost: Cost, late: Estimate, exact: Estimate) -> str:
+    plan = late.plan
+    ratio = late.throughput / exact.throughput
+    bubble = "One stage has no bubble to gain: only reductions and step overlap."
+    if plan.depth > 1:
+        share = 1 + (plan.depth - 1) / plan.microbatches
+        bubble = (
+            "On even stages its gain over 1F1B of the same d and m is about "
+            f"1 + (d - 1)/m, {share:.2f} here; on slow links it is more."
         )
-        slots = {
-            2: (" and gradient slot", 1 / 2),
-            "shard": (" and a gradient shard", 1 / (1 + plan.replicas)),
-        }
-        slot, part = slots.get(1 if plan.host else plan.gradient_slots, ("", 0.0))
-        bubble = "One stage has no bubble to gain: only reductions and step overlap."
-        if plan.depth > 1:
-            share = (
-                f"1 + (d - 1)/m, {1 + (plan.depth - 1) / plan.microbatches:.2f} here"
-            )
-            bubble = (
-                "On even stages its gain over 1F1B of the same d and m is about "
-                f"{share}; on slow links it is more."
-            )
-        corrected = (
-            stage.optimizer
-            - result.cost.estimate(plan.changed(extrapolate=False))
-            .memory[fullest]
-            .optimizer
-        )
-        trained = stage.weights - result.cost.memory.frozen(
-            plan, fullest, plan.layers_of(result.cost.model)[fullest]
-        )
-        tokens = plan.global_batch * result.cost.model.sequence
-        loss = gap(
-            tokens,
-            plan.pipeline.late_microbatches,
-            plan.microbatches * plan.extrapolate,
-        )
-        copy = (
-            f", the correction's copy of the weights ({corrected / GIB:.2f} GiB),"
-            * (corrected > 0)
-        )
-        yield (
-            f"2bw against a flush: {rate(late)} is "
-            f"{late.throughput / exact.throughput:.2f} times as fast as "
-            f"{rate(exact)}. {bubble} It costs one more weight version{slot} "
-            f"({(trained / 2 + part * stage.gradients) / GIB:.2f} GiB){copy} and "
-            f"a delay of one update. {loss}."
-        )
-    elif not late and result.space.extrapolate and "2bw" in result.space.schedules:
-        search = Search(
-            result.cost, replace(result.space, schedules=("2bw",), extrapolate=False)
-        )
-        for _, plan in itertools.islice(search, 1):
-            yield (
-                "2bw fits only without its correction (--no-extrapolate): "
-                f"{rate(result.cost.estimate(plan))}."
-            )
+    totals = [stage.total for stage in late.memory]
+    fullest = totals.index(max(totals))
+    stage = late.memory[fullest]
+    layers = plan.layers_of(cost.model)[fullest]
+    version = (stage.weights - cost.memory.frozen(plan, fullest, layers)) / 2
+    slot = ""
+    if plan.gradient_slots == "shard":
+        slot = " and a gradient shard"
+        version += 1 / (1 + plan.replicas) * stage.gradients
+    elif plan.gradient_slots == 2 and not plan.host:
+        slot = " and gradient slot"
+        version += 1 / 2 * stage.gradients
+    plain = cost.estimate(plan.changed(extrapolate=False)).memory[fullest]
+    corrected = stage.optimizer - plain.optimizer
+    copy = ""
+    if corrected > 0:
+        copy = f", the correction's copy of the weights ({gib(corrected)}),"
+    loss = gap(
+        plan.global_batch * cost.model.sequence,
+        plan.pipeline.late_microbatches,
+        plan.microbatches if plan.extrapolate else 0,
+    )
+    return (
+        f"2bw against a flush: {rate(late)} is {ratio:.2f} times as fast as {rate(exact)}. {bubble} "
+        f"It costs one more weight version{slot} ({gib(version)}){copy} and a delay of one update. {loss}."
+    )
 
 
 def reason(result: Result) -> str:
     """Why the first plan is fastest: its time by cause, beside the best of another
     shape and of each other schedule."""
-    winner, rows = result.estimates[0], []
-    unit, times = ("Milliseconds", 1e3) if _per_sample(winner) < 1 else ("Seconds", 1)
+    winner = result.estimates[0]
+    unit = "Seconds"
+    times = 1.0
+    if _per_sample(winner) < 1:
+        unit = "Milliseconds"
+        times = 1e3
+    rows = [["plan", "samples/s", "ratio", *TERMS, "heaviest"]]
     for estimate in (winner, *result.rivals):
-        causes = (
-            f"{times * getattr(estimate.split, term) / estimate.plan.global_batch:.2f}"
-            for term in TERMS
-        )
-        rates = (
-            three(estimate.throughput),
-            f"{winner.throughput / estimate.throughput:.2f}",
-        )
-        rows.append(
-            [estimate.plan.title, *rates, *causes, f"{estimate.heaviest / GIB:.2f} GiB"]
-        )
+        plan = estimate.plan
+        ratio = winner.throughput / estimate.throughput
+        cells = [plan.title, three(estimate.throughput), f"{ratio:.2f}"]
+        for seconds in astuple(estimate.split):
+            cells.append(f"{times * seconds / plan.global_batch:.2f}")
+        rows.append([*cells, gib(estimate.heaviest)])
+    title = "The first plan, the best of another shape, and of each other schedule."
     lines = [
-        (
-            "The first plan, the best of another shape, and of each other schedule. "
-            f"{unit} a sample by cause."
-        ),
-        *aligned([["plan", "samples/s", "ratio", *TERMS, "heaviest"], *rows], {0}),
+        f"{title} {unit} a sample by cause.",
+        *aligned(rows, {0}),
         "ratio: the first plan's samples/s by this one's.",
     ]
-    tried = {winner.plan.schedule, *(rival.plan.schedule for rival in result.rivals)}
+    tried = {estimate.plan.schedule for estimate in (winner, *result.rivals)}
     missing = [schedule for schedule in result.space.schedules if schedule not in tried]
     if missing:
-        lines.append(
-            wrapped(
-                f"No plan of {' or '.join(missing)} is legal and fits with these choices."
-            )
-        )
+        names = " or ".join(missing)
+        text = f"No plan of {names} is legal and fits with these choices."
+        lines.append(wrapped(text))
     return "\n".join(lines)
 
 
@@ -488,51 +432,51 @@ def part_flags(cluster: Cluster) -> str:
 def terms(cost: Cost) -> dict[str, tuple[str, str]]:
     """For each term MEASURED or ESTIMATED, and the source. A partly measured term is
     ESTIMATED."""
-    cluster, profile, device = cost.cluster, cost.cluster.profile, cost.cluster.device
+    cluster = cost.cluster
+    profile = cluster.profile
+    device = cluster.device
     compute = (ESTIMATED, f"{device.name}, {device.calibration}")
     update = (ESTIMATED, f"{device.name}'s memory bandwidth")
     if profile is not None:
-        rest = f"{ESTIMATED} from it: the embedding, selective recompute, tensor sizes above 1"
-        compute = (
-            MEASURED,
-            f"profile of a layer and the output layer on {profile.device}; {rest}",
-        )
-        update = (
-            MEASURED,
-            (
-                f"profile of the optimizer on {profile.device}; "
-                f"{device.step_us / 1e3:g} ms {ESTIMATED}"
-            ),
-        )
-    links = {"inside servers": cluster.inside} | (
-        {"between servers": cluster.between} if cluster.servers > 1 else {}
-    )
-    tags = {
-        where: MEASURED if link.measured else ESTIMATED for where, link in links.items()
+        layers = f"profile of a layer and the output layer on {profile.device}"
+        rest = "from it: the embedding, selective recompute, tensor sizes above 1"
+        compute = (MEASURED, f"{layers}; {ESTIMATED} {rest}")
+        step = f"profile of the optimizer on {profile.device}"
+        update = (MEASURED, f"{step}; {device.step_us / 1e3:g} ms {ESTIMATED}")
+    network = _network(cluster)
+    memory = f"formulas by stage; {100 * cost.margin:.0f} % of {device.memory_gib:g} GiB are left free"
+    if cost.given_margin is None:
+        memory += ", and what NCCL takes"
+    if cost.spare > 0:
+        memory += f"; the plans leave {100 * cost.spare:.0f} % more"
+    return {
+        "compute": compute,
+        "tensor": network,
+        "pipeline": network,
+        "data": network,
+        "update": update,
+        "bubble": (ESTIMATED, "simulation of the schedule with the terms above"),
+        "memory": (ESTIMATED, memory),
     }
-    found = "; ".join(f"{where} {link} {tags[where]}" for where, link in links.items())
-    network = (ESTIMATED if ESTIMATED in tags.values() else MEASURED, found)
-    memory = (
-        f"formulas by stage; {100 * cost.margin:.0f} % of {device.memory_gib:g} GiB "
-        "are left free"
-    )
-    memory += "" if cost.given_margin is not None else ", and what NCCL takes"
-    memory += f"; the plans leave {100 * cost.spare:.0f} % more" * (cost.spare > 0)
-    return (
-        {"compute": compute}
-        | dict.fromkeys(("tensor", "pipeline", "data"), network)
-        | {
-            "update": update,
-            "bubble": (ESTIMATED, "simulation of the schedule with the terms above"),
-        }
-        | {"memory": (ESTIMATED, memory)}
-    )
+
+
+def _network(cluster: Cluster) -> tuple[str, str]:
+    links = {"inside servers": cluster.inside}
+    if cluster.servers > 1:
+        links["between servers"] = cluster.between
+    whole = MEASURED
+    sources = []
+    for where, link in links.items():
+        tag = MEASURED if link.measured else ESTIMATED
+        sources.append(f"{where} {link} {tag}")
+        if not link.measured:
+            whole = ESTIMATED
+    return whole, "; ".join(sources)
 
 
 def evidence(cost: Cost) -> str:
     """The source of each term of the estimates."""
-    kinds = itertools.groupby(terms(cost).items(), key=lambda item: item[1])
-    return "\n".join(
-        wrapped(f"{', '.join(dict(same))}: {tag}, {source}")
-        for (tag, source), same in kinds
-    )
+    lines = []
+    for source, same in itertools.groupby(terms(cost).items(), key=itemgetter(1)):
+        lines.append(wrapped(f"{', '.join(dict(same))}: {', '.join(source)}"))
+    return "\n".join(lines)

@@ -26,7 +26,8 @@ SLURM = Path(__file__).parents[2] / "slurm"  # its scripts train a model by name
 def torchrun_script(cost: Cost, estimate: Estimate) -> str:
     """run.sh, which trains the model. The user starts it on each server of the
     cluster."""
-    entry, cluster = f"pretrain_{cost.model.kind}_2bw", cost.cluster
+    entry = f"pretrain_{cost.model.kind}_2bw"
+    cluster = cost.cluster
     usage = "./run.sh [FLAGS]"
     first = "NODE_RANK=${NODE_RANK:-0}\nMASTER_ADDR=${MASTER_ADDR:-localhost}"
     if cluster.servers > 1:  # with the defaults each server would wait for itself
@@ -124,7 +125,8 @@ _NOTES = """
 
 
 def _about(cost: Cost, estimate: Estimate) -> str:
-    plan, cluster = estimate.plan, cost.cluster
+    plan = estimate.plan
+    cluster = cost.cluster
     name, where = (" ".join(text.split()) for text in (cost.model.name, cluster.name))
     context = f"{plan.context} context ranks x " if plan.context > 1 else ""
     sizes = f"{plan.tensor} tensor ranks x {context}{plan.depth} stages x {plan.width} pipelines"

@@ -14,11 +14,19 @@ from megatron_2bw.tools.planner.tell.explain import CAVEAT, Result, terms
 
 def as_json(result: Result) -> dict[str, Any]:
     """The result in plain types: seconds, bytes, samples."""
-    cost, search = result.cost, result.search
-    found = {
+    cost = result.cost
+    search = result.search
+    evidence = {}
+    for term, (tag, source) in terms(cost).items():
+        evidence[term] = {"tag": tag, "source": source}
+    too_large = {"count": len(search.too_large), "fastest": None}
+    if search.too_large:
+        too_large["fastest"] = _estimate(cost, cost.estimate(search.too_large[0]))
+    cluster = asdict(replace(cost.cluster, profile=None))
+    cluster["profile"] = cost.cluster.profile is not None
+    content = {
         "model": asdict(cost.model),
-        "cluster": asdict(replace(cost.cluster, profile=None))
-        | {"profile": cost.cluster.profile is not None},
+        "cluster": cluster,
         "space": asdict(result.space),
         "precision": cost.precision,
         "flash": cost.memory.flash,
@@ -28,27 +36,22 @@ def as_json(result: Result) -> dict[str, Any]:
         "run": {"model": cost.model.flags(), "data": jobs.mock_data(cost.model)},
         "plans": [_estimate(cost, estimate) for estimate in result.estimates],
         "tight": [_estimate(cost, estimate) for estimate in result.tight],
-        "rejected": dict(search.rejected),
-        "too_large": {
-            "count": len(search.too_large),
-            "fastest": next(
-                (_estimate(cost, cost.estimate(plan)) for plan in search.too_large),
-                None,
-            ),
-        },
-        "evidence": {
-            term: {"tag": tag, "source": source}
-            for term, (tag, source) in terms(cost).items()
-        },
+        "rejected": search.rejected,
+        "too_large": too_large,
+        "evidence": evidence,
         "caveat": CAVEAT,
         "search_seconds": result.seconds,
         "examined": search.examined,
     }
-    return json.loads(json.dumps(found))  # lists for tuples
+    return json.loads(json.dumps(content))  # lists for tuples
 
 
 def _estimate(cost: Cost, estimate: Estimate) -> dict[str, Any]:
     plan = estimate.plan
+    memory = []
+    for stage in estimate.memory:
+        sums = {"certain": stage.certain, "total": stage.total}
+        memory.append(asdict(stage) | sums)
     return asdict(plan) | {
         "name": plan.title,
         "flags": plan.flags(cost.precision),
@@ -61,10 +64,7 @@ def _estimate(cost: Cost, estimate: Estimate) -> dict[str, Any]:
         "samples_per_second": estimate.throughput,
         "tokens_per_second": estimate.throughput * cost.model.sequence,
         "split": asdict(estimate.split),
-        "memory": [
-            asdict(stage) | {"certain": stage.certain, "total": stage.total}
-            for stage in estimate.memory
-        ],
+        "memory": memory,
         "capacity": min(estimate.capacities),
         "headroom": estimate.headroom,
     }

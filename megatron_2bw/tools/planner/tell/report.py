@@ -7,9 +7,11 @@ with timelines/page.
 
 from __future__ import annotations
 
+import operator
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from megatron_2bw.schedules import REDUCE, Shape
 from megatron_2bw.tools.planner.cost.memory import GIB
 from megatron_2bw.tools.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.tools.planner.descriptions.plan import Plan
-from megatron_2bw.tools.planner.tell.explain import three
+from megatron_2bw.tools.planner.tell.explain import KINDS, three
 from megatron_2bw.tools.timelines.page import bundle
 from megatron_2bw.tools.timelines.simulator import Event, makespan, simulate
 from megatron_2bw.tools.timelines.waits import cut, drawn
@@ -34,8 +36,10 @@ def write_report(
     """Write index.html to `folder`, which is created if it is missing: the `ranked`
     plans, the best first, with their timelines, and of `cloud` the fastest of each
     other name. Raises UserError if it cannot be written."""
-    cluster, plans = cost.cluster, dict[str, Estimate]()
-    for estimate in (*ranked, *sorted(cloud, key=lambda each: -each.throughput)):
+    cluster = cost.cluster
+    plans: dict[str, Estimate] = {}
+    others = sorted(cloud, key=attrgetter("throughput"), reverse=True)
+    for estimate in (*ranked, *others):
         plans.setdefault(estimate.plan.title, estimate)
     content = {
         "title": (
@@ -58,18 +62,16 @@ def _plan(cost: Cost, estimate: Estimate) -> dict[str, Any]:
         "name": plan.title,
         "schedule": plan.schedule,
         "shown": plan.schedule_name,
-        **{
-            size: getattr(plan, size)
-            for size in ("tensor", "depth", "width", "microbatch", "microbatches")
-        },
+        "tensor": plan.tensor,
+        "depth": plan.depth,
+        "width": plan.width,
+        "microbatch": plan.microbatch,
+        "microbatches": plan.microbatches,
         "recompute": plan.recompute_name,
         "rate": float(three(estimate.throughput)),
-        "fullest": [_short(size / GIB) for size in estimate.fullest],
-        "allowed": [_short(size / GIB) for size in estimate.capacities],
-        "memory": [
-            {kind: _short(size / GIB) for kind, size in asdict(stage).items()}
-            for stage in estimate.memory
-        ],
+        "fullest": _gib(estimate.fullest),
+        "allowed": _gib(estimate.capacities),
+        "memory": [dict(zip(KINDS, _gib(astuple(stage)))) for stage in estimate.memory],
         "split": {
             cause: _short(1e3 * time / plan.global_batch)
             for cause, time in asdict(estimate.split).items()
@@ -78,17 +80,18 @@ def _plan(cost: Cost, estimate: Estimate) -> dict[str, Any]:
     }
 
 
+def _gib(sizes: Sequence[float]) -> list[float]:
+    return [_short(size / GIB) for size in sizes]
+
+
 def _timeline(cost: Cost, plan: Plan) -> dict[str, Any] | None:
     """What the page shows of a ranked plan; None if its timeline is too long."""
     if (3 - plan.pipeline.flushes) * plan.depth * plan.microbatches > FORWARDS:
         return None
     events, begin, until = first_batches(cost, plan)
-    return {
-        "begin": _short(begin),
-        "shown": drawn(
-            plan.pipeline, cut(events, begin, until), plan.depth, cost.times(plan)
-        ),
-    }
+    events = cut(events, begin, until)
+    shown = drawn(plan.pipeline, events, plan.depth, cost.times(plan))
+    return {"begin": _short(begin), "shown": shown}
 
 
 def _short(number: float) -> float:
@@ -100,19 +103,13 @@ def first_batches(cost: Cost, plan: Plan) -> tuple[list[Event], float, float]:
     the part that is shown, at most the time to drain and fill the pipeline, and some
     microbatches more, around the end of the first batch."""
     times = cost.times(plan)
-    events = simulate(
-        plan.pipeline,
-        Shape(plan.depth, plan.microbatches, 0, 3 - plan.pipeline.flushes),
-        times,
-    )
+    batches = 3 - plan.pipeline.flushes
+    shape = Shape(plan.depth, plan.microbatches, 0, batches)
+    events = simulate(plan.pipeline, shape, times)
     end = makespan(events) if plan.pipeline.flushes else _reduced(events, 1)
-    slot = max(
-        f + b
-        for f, b in zip(
-            times.of("forward", plan.depth), times.of("backward", plan.depth)
-        )
-    )
-    half = (plan.depth + 12) * slot
+    forward = times.of("forward", plan.depth)
+    backward = times.of("backward", plan.depth)
+    half = (plan.depth + 12) * max(map(operator.add, forward, backward))
     if end <= 2.5 * half:
         return events, 0.0, end
     begin = min(max(_reduced(events, 0) - half, 0.0), end - 2 * half)

@@ -11,8 +11,10 @@ from megatron_2bw.tools.planner.cost.memory import ELEMENT, GIB, bytes_of
 from megatron_2bw.tools.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.tools.planner.descriptions.plan import Plan
 
-ITERATIONS, EVAL_ITERS = 100_000, 10
-SAVE_SECONDS, LOG_SECONDS = 1800, 60
+ITERATIONS = 100_000
+EVAL_ITERS = 10
+SAVE_SECONDS = 1800
+LOG_SECONDS = 60
 # An evaluation computes EVAL_ITERS forwards, about as long as three iterations: at most
 # 2 % of the time.
 LEAST_EVAL_INTERVAL = 200
@@ -48,39 +50,33 @@ def flags(seconds: float = 0.0) -> list[str]:
 def checkpoint_bytes(cost: Cost, plan: Plan) -> float:
     """Bytes of a checkpoint: weights, main weights, Adam's moments; of 2bw also the
     shadow weights and, with extrapolation, the working copy."""
-    each, copies = (
-        bytes_of(cost.precision, plan.grad_reduce_in_bf16),
-        1 + plan.pipeline.late_step + plan.extrapolate,
-    )
-    return cost.model.trained_parameters() * (
-        copies * ELEMENT[cost.precision] + each.main + each.moments
-    )
+    each = bytes_of(cost.precision, plan.grad_reduce_in_bf16)
+    copies = 1 + plan.pipeline.late_step + plan.extrapolate
+    size = copies * ELEMENT[cost.precision] + each.main + each.moments
+    return cost.model.trained_parameters() * size
 
 
 def about(cost: Cost, estimate: Estimate) -> list[str]:
     """Sentences about the run that `flags` describes: its length, its checkpoints, its
     options against the delay."""
-    plan, seconds = estimate.plan, estimate.seconds
-    tokens, every = (
-        ITERATIONS * plan.global_batch * cost.model.sequence,
-        save_interval(seconds),
-    )
-    evaluate = max(every, LEAST_EVAL_INTERVAL)
-    correction = (
-        "--two-bw-correction auto acts against the delay (docs/convergence.md). "
-        "`none` switches it off."
-    )
-    return [
-        f"--train-iters {ITERATIONS}: {_time(ITERATIONS * seconds)} by these "
-        f"estimates ({_time(seconds)} an "
-        f"iteration), and {tokens / 1e9:.3g} billion tokens, "
-        f"{tokens / cost.model.parameters():.3g} a parameter.",
-        f"--save-interval {every}: a checkpoint of "
-        f"{checkpoint_bytes(cost, plan) / GIB:.3g} GiB every "
-        f"{_time(every * seconds)}. --eval-interval {evaluate}: an evaluation "
-        f"every {_time(evaluate * seconds)}.",
-        *[correction] * plan.extrapolate,
+    plan = estimate.plan
+    seconds = estimate.seconds
+    tokens = ITERATIONS * plan.global_batch * cost.model.sequence
+    save = save_interval(seconds)
+    evaluate = max(save, LEAST_EVAL_INTERVAL)
+    size = checkpoint_bytes(cost, plan) / GIB
+    each = tokens / cost.model.parameters()
+    lines = [
+        f"--train-iters {ITERATIONS}: {_time(ITERATIONS * seconds)} by these estimates "
+        f"({_time(seconds)} an iteration), and {tokens / 1e9:.3g} billion tokens, {each:.3g} a parameter.",
+        f"--save-interval {save}: a checkpoint of {size:.3g} GiB every {_time(save * seconds)}. "
+        f"--eval-interval {evaluate}: an evaluation every {_time(evaluate * seconds)}.",
     ]
+    if plan.extrapolate:
+        lines.append(
+            "--two-bw-correction auto acts against the delay (docs/convergence.md). `none` switches it off."
+        )
+    return lines
 
 
 def _time(seconds: float) -> str:
