@@ -14,6 +14,7 @@ that moves at random.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -21,11 +22,12 @@ from pathlib import Path
 import numpy
 from scipy.optimize import bisect, minimize
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.tables import new_parser, table, write_result
 
 BETAS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98)
+Setting = tuple[float, ...] | None
 # of --two-bw-correction: factor, gradient; and the share of late microbatches, if not
 # all are
 SETTINGS = {
@@ -40,7 +42,7 @@ MOST = 1000.0  # where the search for a limit ends
 
 
 def transition(
-    rate: float, beta: float, setting: tuple[float, ...] | None
+    rate: float, beta: float, setting: Setting
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
     """(A, b) of state(t+1) = A state(t) + b noise, with state = W(t), W(t-1), W(t-2),
     m(t-1), g(t-1), g(t-2).
@@ -54,109 +56,96 @@ def transition(
     ahead = rows[0]
     if setting is not None:
         factor, gradient, share = (*setting, 1.0)[:3]
-        older, newer = (
-            (1 + factor) * rows[i]
-            - factor * rows[i + 1]
-            - gradient * (1 - beta) * rows[i + 4]
-            for i in (1, 0)
+        copies = (
+            (1 + factor) * rows[:2]
+            - factor * rows[1:3]
+            - gradient * (1 - beta) * rows[4:]
         )
-        ahead = share * older + (1 - share) * newer
+        ahead = share * copies[1] + (1 - share) * copies[0]
     mean = beta * rows[3] + (1 - beta) * rate * ahead
     noise = numpy.array([beta - 1, 0, 0, 1 - beta, 1, 0])
-    return numpy.stack(
-        [rows[0] - mean, rows[0], rows[1], mean, rate * ahead, rows[4]]
-    ), noise
+    newest = rows[0] - mean
+    states = [newest, rows[0], rows[1], mean, rate * ahead, rows[4]]
+    return numpy.stack(states), noise
 
 
-def excess(setting: tuple[float, ...] | None, rate: float, beta: float) -> float:
+def excess(setting: Setting, rate: float, beta: float) -> float:
     """Positive above the limit: the largest eigenvalue's size, less 1."""
-    return (
-        max(abs(numpy.linalg.eigvals(transition(rate, beta, setting)[0]))) - 1 - 1e-12
-    )
+    states, _ = transition(rate, beta, setting)
+    return max(abs(numpy.linalg.eigvals(states))) - 1 - 1e-12
 
 
-def limit(beta: float, setting: tuple[float, ...] | None) -> float:
+def limit(beta: float, setting: Setting) -> float:
     """The largest stable learning rate x curvature: before the first unstable one of a
     fine grid."""
-    grid = numpy.geomspace(0.05, MOST, 1000)
-    first = next(
-        place for place, rate in enumerate(grid) if excess(setting, rate, beta) > 0
-    )
-    return bisect(
-        lambda rate: excess(setting, rate, beta), grid[first - 1], grid[first]
-    )
+
+    def excess_at(rate: float) -> float:
+        return excess(setting, rate, beta)
+
+    below = 0.0
+    for rate in numpy.geomspace(0.05, MOST, 1000):
+        if excess_at(rate) > 0:
+            return bisect(excess_at, below, rate)
+        below = rate
+    raise ValueError(f"stable up to {MOST}")
 
 
 def reach(beta: float) -> float:
     """The largest learning rate x curvature that some factor and gradient, chosen for
     it, make stable; all are late."""
-    return bisect(
-        lambda rate: (
-            minimize(excess, (-0.2, 1), (rate, beta), "Nelder-Mead", tol=1e-9).fun
-        ),
-        1,
-        MOST,
-    )
+
+    def least_excess(rate: float) -> float:
+        start = (-0.2, 1)
+        return minimize(excess, start, (rate, beta), "Nelder-Mead", tol=1e-9).fun
+
+    return bisect(least_excess, 1, MOST)
 
 
-def variance(
-    rate: float, beta: float, setting: tuple[float, ...] | None, moves: bool = False
-) -> float:
-    """Of W with gradients of unit noise, once the start is forgotten; infinite above
-    the limit. P = A P A' + b b'.
+def variance(rate: float, beta: float, setting: Setting, moves: bool) -> float:
+    """The variance of W with gradients of unit noise, once the start is forgotten;
+    infinite above the limit. P = A P A' + b b'.
 
-    moves: of the distance to a minimum that takes a random step of unit variance at
-    each update, without noise
+    moves: that of the distance to a minimum that takes a random step of unit variance
+    at each update, without noise
     """
     if excess(setting, rate, beta) > 0:
         return math.inf
     a, b = transition(rate, beta, setting)
-    b = numpy.array([1, 1, 1, 0, 0, 0]) if moves else b
-    flat = numpy.linalg.solve(
-        numpy.eye(36) - numpy.kron(a, a), numpy.outer(b, b).reshape(-1)
-    )
+    if moves:
+        b = numpy.array([1, 1, 1, 0, 0, 0])
+    system = numpy.eye(36) - numpy.kron(a, a)
+    flat = numpy.linalg.solve(system, numpy.outer(b, b).reshape(-1))
     return float(flat[0])
 
 
-def ratios(beta: float, rate: float, moves: bool) -> dict[str, float]:
-    """A row: the variances of all settings in units of that without delay."""
-    found = {
-        name: variance(rate, beta, each, moves)
-        for name, each in {"": None, **SETTINGS}.items()
-    }
-    return {"beta1": beta, "rate": rate} | {
-        name: round(found[name] / found[""], 2) for name in SETTINGS
-    }
+def ratios(moves: bool) -> list[dict[str, float]]:
+    """Rows with the variances of all settings in units of that without delay."""
+    rows = []
+    for beta, rate in itertools.product(BETAS[-3:], RATES):
+        row = {"beta1": beta, "rate": rate}
+        unit = variance(rate, beta, None, moves)
+        for name, setting in SETTINGS.items():
+            row[name] = round(variance(rate, beta, setting, moves) / unit, 2)
+        rows.append(row)
+    return rows
 
 
 def main() -> int:
     path = new_parser(__doc__, "delay_stability").parse_args().json
-    settings = {"no delay": None, **SETTINGS}
-    limits = {
-        beta: {name: round(limit(beta, each), 2) for name, each in settings.items()}
-        for beta in BETAS
-    }
-    rows = [
-        {"beta1": beta} | found | {"best for each": round(reach(beta), 1)}
-        for beta, found in limits.items()
-    ]
-    noise, lag = (
-        [ratios(beta, rate, moves) for beta in BETAS[-3:] for rate in RATES]
-        for moves in (False, True)
-    )
-    print(
-        "largest stable learning rate x curvature; factor, and times the gradient's part\n",
-        table(rows),
-        sep="\n",
-    )
-    print(
-        "\nvariance of the weights, in units of that without delay\n",
-        table(noise),
-        sep="\n",
-    )
-    print(
-        "\nits distance to a moving minimum, in the same units\n", table(lag), sep="\n"
-    )
+    rows = []
+    for beta in BETAS:
+        row = {"beta1": beta, "no delay": round(limit(beta, None), 2)}
+        for name, setting in SETTINGS.items():
+            row[name] = round(limit(beta, setting), 2)
+        row["best for each"] = round(reach(beta), 1)
+        rows.append(row)
+    noise = ratios(moves=False)
+    lag = ratios(moves=True)
+    meaning = "factor, and times the gradient's part"
+    print(f"largest stable learning rate x curvature; {meaning}\n\n{table(rows)}")
+    unit = "in units of that without delay"
+    print(f"\nvariance of the weights, {unit}\n\n{table(noise)}")
+    print(f"\nits distance to a moving minimum, in the same units\n\n{table(lag)}")
     write_result(path, {"rows": rows, "noise": noise, "lag": lag})
     return 0
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ def iteration_seconds(runs: list[Observed]) -> float:
     The first three iterations fill the pipeline and load code, the last two empty it.
     """
     ends = runs[0].ends[2:-2]
-    return statistics.median(after - before for before, after in zip(ends, ends[1:]))
+    return statistics.median(after - before for before, after in pairwise(ends))
 
 
 class Sleep(torch.autograd.Function):
@@ -51,7 +52,8 @@ class Sleep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tensor, forward, backward, note):
-        ctx.backward_seconds, ctx.note = backward, note
+        ctx.backward_seconds = backward
+        ctx.note = note
         note(1)
         time.sleep(forward)
         # not a view: Megatron frees the memory of outputs that it has sent
@@ -67,13 +69,32 @@ class Sleep(torch.autograd.Function):
 Seconds = float | list[float]  # of all ranks, or of each
 
 
+class Complete:
+    """The handle of a message that takes no time."""
+
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def send_nothing(channel: Channel, tensor: torch.Tensor) -> Complete:
+    return Complete()
+
+
+def receive_noise(channel: Channel, tensor: torch.Tensor) -> Complete:
+    tensor.normal_(std=0.01)
+    return Complete()
+
+
 def train(
     rank: int,
     argv: list[str],
     forward: Seconds,
     backward: Seconds,
     kind: str = "",
-    after_step=entry.nothing,
+    after_step: Callable = entry.nothing,
     step: float = 0.0,
 ) -> Observed:
     """Run pretrain_gpt_2bw.py with `argv`; each stage sleeps `forward` and `backward`
@@ -90,19 +111,20 @@ def train(
     if kind == "as-nccl":
         Channel.occupies_device = True
     elif kind == "limit":
-        complete = SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
-        Channel.receive = lambda self, tensor: (tensor.normal_(std=0.01), complete)[1]
-        Channel.send = lambda self, tensor: complete
-    forward, backward = (
-        seconds[rank] if isinstance(seconds, list) else seconds
-        for seconds in (forward, backward)
-    )
-    observed, storages = Observed(), set()
+        Channel.receive = receive_noise
+        Channel.send = send_nothing
+    if isinstance(forward, list):
+        forward, backward = forward[rank], backward[rank]
+    observed = Observed()
+    storages = set()
 
     def sleep_in(model, optimizer):
         adam = getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer
-        own_step = adam.step
-        adam.step = lambda *args: (time.sleep(step), own_step(*args))[1]
+
+        def before_step(*_):
+            time.sleep(step)
+
+        adam.register_step_pre_hook(before_step)
         for chunk in model:
             decoder = get_attr_wrapped_model(chunk, "decoder")
             weight = next(decoder.parameters())
@@ -130,19 +152,19 @@ class SleepingLayer(torch.nn.Module):
     """A linear layer; half of the backward belongs to the input's gradient, half to the
     weight's."""
 
-    def __init__(self, size: int, forward: float, backward: float, note):
+    def __init__(self, size: int, forward: float, backward: float, note: Callable):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.eye(size))
-        self.seconds, self.note = (forward, backward), note
+        self.forward_seconds = forward
+        self.half = backward / 2
+        self.note = note
 
     def forward(self, x):
-        forward, backward = self.seconds
         if not x.requires_grad:  # a first stage has an embedding before its layers
             x = x.detach().requires_grad_()
-        x = Sleep.apply(x, forward, backward / 2, self.note)
-        return torch.nn.functional.linear(
-            x, Sleep.apply(self.weight, 0.0, backward / 2, lambda change: None)
-        )
+        x = Sleep.apply(x, self.forward_seconds, self.half, self.note)
+        weight = Sleep.apply(self.weight, 0.0, self.half, entry.nothing)
+        return torch.nn.functional.linear(x, weight)
 
 
 # Classes of torch.distributed.pipelining, and chunks per rank.
@@ -168,25 +190,23 @@ def train_with_torch(
     from torch.distributed import pipelining
 
     dist.init_process_group("gloo")
-    observed, size = Observed(versions=1), 16
+    observed = Observed(versions=1)
+    size = 16
     kind, chunks = PEERS[schedule]
-    # ZBV: the first chunks go down the ranks, the second chunks back up.
-    numbers = (
-        [rank, 2 * stages - 1 - rank]
-        if schedule == "torch-zbv"
-        else range(rank, chunks * stages, stages)
-    )
+    numbers = list(range(rank, chunks * stages, stages))
+    if schedule == "torch-zbv":  # the second chunks go back up the ranks
+        numbers[1] = 2 * stages - 1 - rank
     parts = []
+    layers = torch.nn.ModuleList()
     for number in numbers:
         layer = SleepingLayer(size, forward / chunks, backward / chunks, observed.note)
+        layers.append(layer)
         parts.append(
             pipelining.PipelineStage(
                 layer, number, chunks * stages, torch.device("cpu")
             )
         )
-    optimizer = torch.optim.SGD(
-        [p for part in parts for p in part.submod.parameters()], lr=1e-3
-    )
+    optimizer = torch.optim.SGD(layers.parameters(), lr=1e-3)
     loss = torch.nn.functional.mse_loss
     runner = getattr(pipelining, kind)(
         parts if chunks > 1 else parts[0], microbatches, loss_fn=loss

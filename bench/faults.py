@@ -33,7 +33,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.tables import new_parser, write_result
 from megatron_2bw.base import run_log
@@ -49,26 +49,33 @@ from megatron_2bw.run.start.torchrun import ROOT, start, torchrun
 from megatron_2bw.tools.gpu_check.entry import gpt_flags
 
 PATIENCE = 120.0  # seconds without any progress, after which the run counts as hung
-# relative frequencies
-MOMENTS = {"start": 1, "iteration": 3, "save": 3, "evaluation": 3}
-EVALUATED, SAVED = 5, 4  # iterations
-# What the run prints at such a moment, and the seconds after that within which the kill
-# comes.
-SIGNS = {
-    "start": (None, 8.0),
-    "iteration": (re.compile(r"iteration +\d+/"), 0.15),
-    "save": (re.compile(r"saving checkpoint at iteration"), 0.25),
-    # it begins after every fifth iteration's line
-    "evaluation": (re.compile(r"iteration +\d*[05]/"), 0.25),
-}
+# The lines by which a moment is recognised. An evaluation begins after every fifth
+# iteration's line, a save after every fourth's.
+STARTED = r"\[before the start of training step\]"
+ITERATION = r"iteration +\d+/"
+FIFTH = r"iteration +\d*[05]/"
+SAVES = "saving checkpoint at iteration"
 FORMATS = {
     "torch_dist": "",
     "async": "--async-save --use-persistent-ckpt-worker --async-strategy mcore",
     "reshardable": "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable",
     "torch": "--ckpt-format torch",
 }
-NO_STEP = "0.000000E+00"  # the loss of a skipped iteration, or none
-STARTED = "[before the start of training step]"
+
+
+@dataclass
+class Moment:
+    frequency: int  # relative to the others
+    sign: str  # what the run prints then
+    span: float  # seconds after that within which the kill comes
+
+
+MOMENTS = {
+    "start": Moment(1, "", 8.0),
+    "iteration": Moment(3, ITERATION, 0.15),
+    "save": Moment(3, SAVES, 0.25),
+    "evaluation": Moment(3, FIFTH, 0.25),
+}
 
 
 @dataclass
@@ -86,16 +93,15 @@ class Job:
     """The job, and its output lines."""
 
     def __init__(self, argv: list[str], ranks: int, restarts: int):
+        self.count = ranks
         self.lines: list[str] = []
-        self._log, self._line = tempfile.NamedTemporaryFile("r", errors="replace"), ""
-        words = f"--rdzv-backend c10d --rdzv-id faults --rdzv-endpoint 127.0.0.1:{free_port()}"
-        words += (
-            f" --local-addr 127.0.0.1 --max-restarts {restarts} --monitor-interval 0.1"
-        )
+        self._log = tempfile.NamedTemporaryFile("r", errors="replace")
+        self._line = ""
+        words = f"""--rdzv-backend c10d --rdzv-id faults --rdzv-endpoint 127.0.0.1:{free_port()}
+            --local-addr 127.0.0.1 --max-restarts {restarts} --monitor-interval 0.1"""
+        command = torchrun(ranks, "gpt", *words.split())
         with open(self._log.name, "a") as log:
-            self.server = start(
-                [*torchrun(ranks, "gpt", *words.split()), *argv], log, cwd=ROOT
-            )
+            self.server = start([*command, *argv], log, cwd=ROOT)
 
     def close(self) -> None:
         stop_tree(self.server)
@@ -106,17 +112,17 @@ class Job:
         deadline = time.monotonic() + timeout
         while not self._line.endswith("\n"):
             ended = self.server.poll() is not None
-            if new := self._log.readline():
-                self._line += new
-            elif ended:
+            part = self._log.readline()
+            self._line += part
+            if ended and not part:
                 return None
-            elif time.monotonic() > deadline:
+            if not part and time.monotonic() > deadline:
                 raise TimeoutError(f"nothing printed for {timeout:.0f} s")
-            else:
+            if not part:
                 time.sleep(0.005)
-        line, self._line = self._line.rstrip("\n"), ""
-        self.lines.append(line)
-        return line
+        self.lines.append(self._line.rstrip("\n"))
+        self._line = ""
+        return self.lines[-1]
 
     def finish(self) -> int:
         """Wait for the end; the status."""
@@ -124,76 +130,70 @@ class Job:
             pass
         return self.server.wait(PATIENCE)
 
-    def wait_for(self, sign: re.Pattern, count: int = 1) -> None:
+    def wait_for(self, sign: str, count: int = 1) -> None:
         """Wait for `count` lines with `sign`. EOFError if the job ends first."""
         while count:
             line = self.next()
             if line is None:
                 raise EOFError("the job ended before all kills were made")
-            count -= bool(sign.search(line))
+            if re.search(sign, line):
+                count -= 1
 
-    def ranks(self) -> dict[int, psutil.Process]:
+    def living(self) -> dict[int, psutil.Process]:
         """The living ranks, by number."""
-        found = {}
-        for child in (
-            psutil.Process(self.server.pid).children()
-            if self.server.poll() is None
-            else ()
-        ):
-            try:
-                if (
-                    child.status() != psutil.STATUS_ZOMBIE
-                    and torchrun(1)[-1] in child.cmdline()
-                ):
-                    found[int(child.environ()["RANK"])] = child
-            except (psutil.Error, KeyError):
-                continue
-        return found
+        ranks = {}
+        if self.server.poll() is None:
+            script = torchrun(1)[-1]
+            for child in psutil.Process(self.server.pid).children():
+                with contextlib.suppress(psutil.Error, KeyError):
+                    alive = child.status() != psutil.STATUS_ZOMBIE
+                    if alive and script in child.cmdline():
+                        ranks[int(child.environ()["RANK"])] = child
+        return ranks
+
+    def all_ranks(self) -> dict[int, psutil.Process]:
+        """The ranks by number, as soon as all of them live."""
+        deadline = time.monotonic() + PATIENCE
+        while len(ranks := self.living()) < self.count:
+            if time.monotonic() > deadline:
+                raise TimeoutError("the ranks were not started again")
+            time.sleep(0.05)
+        return ranks
 
 
 def hit(lines: list[str]) -> str:
     """The moment of the kill, for a start of the job that has printed `lines`."""
 
     def last(sign: str) -> int:
-        return max(
-            (number for number, line in enumerate(lines) if re.search(sign, line)),
-            default=-1,
-        )
+        places = [place for place, line in enumerate(lines) if re.search(sign, line)]
+        return max(places, default=-1)
 
-    if last(re.escape(STARTED)) < 0:
+    if last(STARTED) < 0:
         return "start"
-    if last("saving checkpoint at iteration") > last("successfully saved checkpoint"):
+    if last(SAVES) > last("successfully saved checkpoint"):
         return "save"
-    return (
-        "evaluation"
-        if last(r"iteration +\d*[05]/") > last("validation loss at iteration")
-        else "iteration"
-    )
+    if last(FIFTH) > last("validation loss at iteration"):
+        return "evaluation"
+    return "iteration"
 
 
-def kill(job: Job, drawn: str, folder: Path, ranks: int, draw: random.Random) -> Kill:
+def kill(job: Job, drawn: str, folder: Path, draw: random.Random) -> Kill:
     """Wait for the moment, kill a rank, and inspect the result."""
     first = len(job.lines)
-    deadline = time.monotonic() + PATIENCE
-    while len(alive := job.ranks()) < ranks:
-        if time.monotonic() > deadline:
-            raise TimeoutError("the ranks were not started again")
-        time.sleep(0.05)
-    rank = draw.randrange(ranks)
-    sign, span = SIGNS[drawn]
-    if sign is not None:
-        job.wait_for(re.compile(re.escape(STARTED)))
-        job.wait_for(sign, draw.randint(1, 5) if drawn == "iteration" else 1)
-    time.sleep(draw.uniform(0, span))
-    families = [
-        process
-        for each in alive.values()
-        for process in (each, *each.children(recursive=True))
-    ]
-    now = time.monotonic()
+    alive = job.all_ranks()
+    rank = draw.randrange(job.count)
+    moment = MOMENTS[drawn]
+    if moment.sign:
+        job.wait_for(STARTED)
+        job.wait_for(moment.sign, draw.randint(1, 5) if drawn == "iteration" else 1)
+    time.sleep(draw.uniform(0, moment.span))
+    families = list(alive.values())
+    for process in alive.values():
+        families += process.children(recursive=True)
+    begin = time.monotonic()
     alive[rank].send_signal(signal.SIGKILL)
     _, left = psutil.wait_procs(families, timeout=PATIENCE)
-    ended = time.monotonic() - now
+    ended = time.monotonic() - begin
     if left:
         raise TimeoutError(f"{len(left)} processes of the killed run still run")
     latest = latest_iteration(folder)
@@ -201,38 +201,34 @@ def kill(job: Job, drawn: str, folder: Path, ranks: int, draw: random.Random) ->
     with contextlib.suppress(TimeoutError):  # the last lines of the ended ranks
         while job.next(0.3) is not None:
             pass
-    moment, printed = (
-        hit(job.lines[first:]),
-        [line.iteration for line in run_log.training(job.lines)],
-    )
-    iteration = printed[-1] if printed else 0
-    return Kill(drawn, moment, rank, iteration, latest, round(ended, 2), fault)
+    iteration = 0
+    for line in run_log.training(job.lines):
+        iteration = line.iteration
+    seen = hit(job.lines[first:])
+    return Kill(drawn, seen, rank, iteration, latest, round(ended, 2), fault)
 
 
 def disturb(
-    job: Job, folder: Path, ranks: int, kills: int, draw: random.Random
+    job: Job, folder: Path, kills: int, draw: random.Random
 ) -> tuple[list[Kill], str]:
     """Kill ranks until the job ends; (the kills, why it did not finish, if so)."""
     done = []
+    weights = [moment.frequency for moment in MOMENTS.values()]
     try:
-        for drawn in draw.choices(
-            list(MOMENTS), weights=list(MOMENTS.values()), k=kills
+        for number, drawn in enumerate(
+            draw.choices(list(MOMENTS), weights, k=kills), 1
         ):
-            done.append(last := kill(job, drawn, folder, ranks, draw))
-            what = (
-                f"rank {last.rank} ({last.moment}) after iteration {last.iteration}; "
-                f"continues from {last.latest}"
-            )
+            last = kill(job, drawn, folder, draw)
+            done.append(last)
             print(
-                (
-                    f"kill {len(done):3} of {kills}: {what}; the others ended in "
-                    f"{last.others_ended_s} s"
-                ),
+                f"kill {number:3} of {kills}: rank {last.rank} ({last.moment}) after "
+                f"iteration {last.iteration}; continues from {last.latest}; the others "
+                f"ended in {last.others_ended_s} s",
                 flush=True,
             )
         job.finish()
     except (TimeoutError, EOFError, psutil.Error, subprocess.TimeoutExpired) as error:
-        print(f"stopped: {error}\n" + "\n".join(job.lines[-40:]), flush=True)
+        print(f"stopped: {error}", *job.lines[-40:], sep="\n", flush=True)
         return done, str(error)
     return done, ""
 
@@ -243,118 +239,118 @@ def disturb(
 
 def losses_of(lines: list[str]) -> list[tuple[str, str]]:
     """(iteration, loss as printed) of all lines; no loss for each start's second, which
-    is a mean of two (run_log)."""
-    found, place = [], 0
+    is a mean of two (run_log), and 0 for a skipped iteration."""
+    losses = []
+    place = 0
     for line in lines:
-        place *= STARTED not in line
+        if re.search(STARTED, line):
+            place = 0
         for record in run_log.training([line]):
             place += 1
-            found.append(
-                (
-                    f"iteration {record.iteration}",
-                    "" if place == 2 else record.fields.get("lm loss", NO_STEP),
-                )
-            )
-    return found
-
-
-def different_losses(found: list[str], undisturbed: list[str]) -> list[str]:
-    """The printed losses that differ from those of the undisturbed run, or that nobody
-    has printed."""
-    wrong = []
-    for kind, of in (("lm loss", losses_of), ("validation loss", validations_of)):
-        expected, seen = dict(of(undisturbed)), of(found)
-        wrong += [
-            f"{name}: {kind} {text}"
-            for name, text in seen
-            if text and (expected.get(name) or text) != text
-        ]
-        wrong += [f"{name}: no {kind}" for name in expected if name not in dict(seen)]
-    return wrong
+            text = record.fields.get("lm loss", "0.000000E+00")
+            losses.append((f"iteration {record.iteration}", "" if place == 2 else text))
+    return losses
 
 
 def validations_of(lines: list[str]) -> list[tuple[str, str]]:
-    return [
-        (
-            f"iteration {record.iteration}"
-            + (record.dataset and f" on {record.dataset}"),
-            record.fields["lm loss value"],
-        )
-        for record in run_log.validations(lines)
-    ]
+    losses = []
+    for record in run_log.validations(lines):
+        name = f"iteration {record.iteration}"
+        if record.dataset:
+            name += f" on {record.dataset}"
+        losses.append((name, record.fields["lm loss value"]))
+    return losses
+
+
+def different_losses(
+    kind: str, disturbed: list[tuple[str, str]], undisturbed: list[tuple[str, str]]
+) -> list[str]:
+    """The printed losses that differ from those of the undisturbed run, or that nobody
+    has printed."""
+    expected = dict(undisturbed)
+    wrong = []
+    for name, text in disturbed:
+        if text and (expected.get(name) or text) != text:
+            wrong.append(f"{name}: {kind} {text}")
+    missing = expected.keys() - dict(disturbed)
+    return wrong + [f"{name}: no {kind}" for name in sorted(missing)]
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, whole; in the torch format those of each rank's
     file."""
-    whole: dict[str, torch.Tensor] = {}
+    loaded: dict[str, torch.Tensor] = {}
     for file in checkpoint.glob("mp_rank_*/*.pt"):
-        for path, leaf in tree_flatten_with_path(torch.load(file, weights_only=False))[
-            0
-        ]:
-            whole |= (
-                {f"{file.parent.name}{keystr(path)}": leaf}
-                if isinstance(leaf, torch.Tensor)
-                else {}
-            )
-    if whole:
-        return whole
-    entries = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    for name, entry in entries.items():
+        leaves, _ = tree_flatten_with_path(torch.load(file, weights_only=False))
+        for path, leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                loaded[f"{file.parent.name}{keystr(path)}"] = leaf
+    if loaded:
+        return loaded
+    reader = dcp.FileSystemReader(checkpoint)
+    for name, entry in reader.read_metadata().state_dict_metadata.items():
         if hasattr(entry, "properties"):
-            whole[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    dcp.load(whole, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
-    return whole
+            loaded[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    dcp.load(loaded, storage_reader=reader, no_dist=True)
+    return loaded
+
+
+def different_tensors(one: Path, other: Path) -> list[str]:
+    found = tensors(one)
+    expected = tensors(other)
+    wrong = sorted(found.keys() ^ expected.keys())
+    for name in found.keys() & expected.keys():
+        if not torch.equal(found[name], expected[name]):
+            wrong.append(name)
+    return wrong
+
+
+def command(options: argparse.Namespace, iterations: int, folder: Path) -> list[str]:
+    text = f"""--fp16 --pipeline-schedule 2bw --pipeline-model-parallel-size {options.ranks} --micro-batch-size 2
+        --global-batch-size {2 * (options.ranks + 1)} --train-iters {iterations} --save-interval 4 --eval-iters 8
+        --eval-interval 5 --log-interval 1 --lr 1e-2 --lr-warmup-iters 2 --weight-decay 0.1
+        --hidden-dropout 0.1 --attention-dropout 0.1 --initial-loss-scale 65536 --loss-scale-window 5
+        --vocab-size 127 --seed 7 {FORMATS[options.format]}"""
+    return gpt_flags(4, 32, 4, 16, text, "--save", folder, "--load", folder)
 
 
 def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run the job undisturbed and with kills, and compare: what the JSON holds."""
-    begin, ranks, kills = time.monotonic(), options.ranks, options.kills
+    begin = time.monotonic()
+    kills = options.kills
     iterations = options.iterations or 5 * kills
-
-    def argv(name: str) -> list[str]:
-        text = f"""--fp16 --pipeline-schedule 2bw --pipeline-model-parallel-size {ranks} --micro-batch-size 2
-            --global-batch-size {2 * (ranks + 1)} --train-iters {iterations} --save-interval {SAVED} --eval-iters 8
-            --eval-interval {EVALUATED} --log-interval 1 --lr 1e-2 --lr-warmup-iters 2 --weight-decay 0.1
-            --hidden-dropout 0.1 --attention-dropout 0.1 --initial-loss-scale 65536 --loss-scale-window 5
-            --vocab-size 127 --seed 7 {FORMATS[options.format]}"""
-        return gpt_flags(
-            4, 32, 4, 16, text, "--save", folder / name, "--load", folder / name
-        )
-
-    with contextlib.closing(Job(argv("peace"), ranks, restarts=0)) as undisturbed:
+    peace = folder / "peace"
+    disturbed = folder / "disturbed"
+    argv = command(options, iterations, peace)
+    with contextlib.closing(Job(argv, options.ranks, restarts=0)) as undisturbed:
         status = undisturbed.finish()
     calm = undisturbed.lines
     if status:
         raise WorldError("the undisturbed run failed:\n" + "\n".join(calm[-40:]))
-    print(
-        f"undisturbed: {iterations} iterations in {time.monotonic() - begin:.0f} s",
-        flush=True,
-    )
-    with contextlib.closing(Job(argv("disturbed"), ranks, restarts=kills + 5)) as job:
-        done, stopped = disturb(
-            job, folder / "disturbed", ranks, kills, random.Random(options.seed)
-        )
+    seconds = time.monotonic() - begin
+    print(f"undisturbed: {iterations} iterations in {seconds:.0f} s", flush=True)
+    argv = command(options, iterations, disturbed)
+    draw = random.Random(options.seed)
+    with contextlib.closing(Job(argv, options.ranks, restarts=kills + 5)) as job:
+        done, stopped = disturb(job, disturbed, kills, draw)
     wrong = []
     if not stopped:
         last = checkpoint_name(iterations)
-        wrong = different_losses(job.lines, calm)
-        found, expected = (
-            tensors(folder / name / last) for name in ("disturbed", "peace")
+        wrong += different_losses("lm loss", losses_of(job.lines), losses_of(calm))
+        wrong += different_losses(
+            "validation loss", validations_of(job.lines), validations_of(calm)
         )
-        wrong += sorted(found.keys() ^ expected.keys())
-        wrong += [
-            name
-            for name in found.keys() & expected.keys()
-            if not torch.equal(found[name], expected[name])
-        ]
-        wrong += [f"status {job.server.returncode}"] * bool(job.server.returncode)
+        wrong += different_tensors(disturbed / last, peace / last)
+        if job.server.returncode:
+            wrong.append(f"status {job.server.returncode}")
     for text in wrong:
         print(f"differs: {text}", flush=True)
-    latest = [each.latest or 0 for each in done]
-    lost = sum(each.fault is not None for each in done) + sum(
-        b < a for a, b in zip(latest, latest[1:])
-    )
+    lost = 0
+    before = 0
+    for each in done:
+        latest = each.latest or 0
+        lost += (each.fault is not None) + (latest < before)
+        before = latest
     ended = sorted(each.others_ended_s for each in done) or [0.0]
     return {
         # kills after which the run continued
@@ -373,39 +369,34 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "seconds": round(time.monotonic() - begin, 1),
         "others_ended_s": [ended[len(ended) // 2], ended[-1]],  # median and largest
         "each": [asdict(each) for each in done],
+        "format": options.format,
     }
 
 
 def main() -> int:
     exit_on_signals()  # the job is in a session of its own
     parser = new_parser(__doc__, "faults")
-    parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--iterations", type=int, help="of the whole run (default: 5 per kill)"
-    )
-    parser.add_argument("--ranks", type=int, default=2, help="stages of the pipeline")
-    parser.add_argument(
-        "--format", choices=FORMATS, default="torch_dist", help="of the checkpoints"
-    )
+    option = parser.add_argument
+    option("--kills", type=int, default=30)
+    option("--seed", type=int, default=1)
+    option("--iterations", type=int, help="of the whole run (default: 5 per kill)")
+    option("--ranks", type=int, default=2, help="stages of the pipeline")
+    formats = tuple(FORMATS)
+    option("--format", choices=formats, default="torch_dist", help="of the checkpoints")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="faults_") as folder:
         report = soak(options, Path(folder))
-    write_result(options.json, report | {"format": options.format})
+    write_result(options.json, report)
     line = (
         "kills survived {survived} {hit}, checkpoints lost {checkpoints_lost}, "
-        "differences {differences}"
+        "differences {differences}, {seconds:.0f} s"
     )
-    stopped = (
-        f"; the run did not finish: {report['stopped']}" if report["stopped"] else ""
-    )
-    print(f"{line.format(**report)}, {report['seconds']:.0f} s{stopped}")
-    faults = [
-        report[name]
-        for name in ("checkpoints_lost", "differences", "stopped")
-        if report[name]
-    ]
-    return 0 if report["survived"] == options.kills and not faults else 1
+    if report["stopped"]:
+        line += "; the run did not finish: {stopped}"
+    print(line.format(**report))
+    faults = report["checkpoints_lost"] + report["differences"]
+    survived = report["survived"] == options.kills and not report["stopped"]
+    return 0 if survived and not faults else 1
 
 
 if __name__ == "__main__":

@@ -4,16 +4,22 @@ planner's costs and plans."""
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+from megatron_2bw.base.files import read_yaml
 from megatron_2bw.tools.planner.cost.simulated import Cost
-from megatron_2bw.tools.planner.descriptions import cluster, model
+from megatron_2bw.tools.planner.descriptions import cluster
+from megatron_2bw.tools.planner.descriptions.model import Model
 from megatron_2bw.tools.planner.descriptions.plan import Plan
 from megatron_2bw.tools.planner.find.search import Search
 from megatron_2bw.tools.planner.find.space import Space
 
 MEASURED = Path(__file__).resolve().parent / "measured"
+CLAIMS = read_yaml(MEASURED / "claims.yaml")
 # The paper's system: no tensor parallelism, no sharded optimizer, even stages, every
 # layer recomputed or none, and the warm-up of 1F1B.
 PAPER = Space(
@@ -40,33 +46,36 @@ class Check:
     bar: str
     holds: bool
     result: str
-    rows: list[dict] = field(default_factory=list)
-    assumes: str = ""
+    rows: list[dict]
+    assumes: str
 
 
-def within(
-    percent: float,
-    name: str,
-    source: str,
-    rows: list[dict],
-    key: str = "error",
-    what: str = "",
-    shown: bool = True,
-    assumes: str = "",
+def check(
+    claim: str, holds: bool, result: str, rows: list[dict], subject: Any = ""
 ) -> Check:
-    """Whether the relative error `key` of each row, apart from rows that the planner
-    was fitted to, is small enough."""
-    worst = max(abs(row[key]) for row in rows if not row.get("fitted to"))
-    bar, result = f"{what}within {percent:g} %", f"largest error {worst:.1%}"
+    """A check of an entry of claims.yaml. subject: what its name leaves open."""
+    spec = CLAIMS[claim]
+    name = spec["name"].format(subject)
     return Check(
         name,
-        source,
-        bar,
-        worst <= percent / 100,
+        spec["source"],
+        spec["bar"],
+        bool(holds),  # NumPy's is no JSON
         result,
-        rows if shown else [],
-        assumes,
+        rows,
+        spec["assumes"],
     )
+
+
+def within(claim: str, rows: list[dict], subject: Any = "") -> Check:
+    """Whether the relative error of each row, apart from rows that the planner was
+    fitted to, is small enough."""
+    spec = CLAIMS[claim]
+    column = spec.get("column", "error")
+    worst = max(abs(row[column]) for row in rows if not row.get("fitted to"))
+    shown = rows if spec.get("shown", True) else []
+    holds = worst <= spec["limit"]
+    return check(claim, holds, f"largest error {worst:.1%}", shown, subject)
 
 
 def compared(
@@ -74,39 +83,52 @@ def compared(
 ) -> dict[str, float]:
     """The end of a row: both values, the predicted one rounded, and its relative
     error."""
-    error = round(predicted / measured - 1, 3)
     return {
         f"measured {unit}": measured,
         f"predicted {unit}": round(predicted, digits),
-        "error": error,
+        "error": relative_error(predicted, measured),
     }
 
 
-def table(name: str) -> list[dict[str, str]]:
+def relative_error(predicted: float, measured: float) -> float:
+    return round(predicted / measured - 1, 3)
+
+
+def table(name: str) -> list[SimpleNamespace]:
+    """The rows of a published table: their cells, and the model and the plan that these
+    describe."""
     with open(MEASURED / name, newline="") as file:
-        return list(csv.DictReader(file))
+        return [described_row(cells) for cells in csv.DictReader(file)]
 
 
-def integers(row: dict[str, str], *names: str) -> list[int]:
-    return [int(row[name]) for name in names]
+def described_row(cells: dict[str, str]) -> SimpleNamespace:
+    values = {column: typed(text) for column, text in cells.items()}
+    row = SimpleNamespace(**values)
+    if "layers" in values:
+        row.model = Model(**fields_of(Model, values))
+    if "microbatches" in values:
+        row.plan = Plan(**fields_of(Plan, values))
+    return row
 
 
-def shape_of(row: dict[str, str], name: str, **more: int) -> model.Model:
-    """The model of a row of a published table."""
-    hidden = row.get("hidden") or row["hidden_size"]
-    return model.Model(name, int(row["layers"]), int(hidden), int(row["heads"]), **more)
+def typed(text: str) -> Any:
+    """A number, true or false, or else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
-def a100_cost(shape: model.Model, gpus: int) -> Cost:
-    """On servers of 8 A100-80GB, with Megatron of that time: no flash attention,
-    blocking exchanges."""
-    return Cost(
-        shape,
-        cluster.preset("dgx-a100-80", -(-gpus // 8)),
-        "bf16",
-        flash=False,
-        old_exchange=True,
-    )
+def fields_of(kind: type, values: dict[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(kind)}
+    return {name: value for name, value in values.items() if name in names}
+
+
+def a100_cost(model: Model, gpus: int) -> Cost:
+    """The cost on servers of 8 A100-80GB, with Megatron of that time: no flash
+    attention, blocking exchanges."""
+    servers = cluster.preset("dgx-a100-80", -(-gpus // 8))
+    return Cost(model, servers, "bf16", flash=False, old_exchange=True)
 
 
 def best(cost: Cost, space: Space) -> Plan | None:
@@ -115,12 +137,3 @@ def best(cost: Cost, space: Space) -> Plan | None:
 
 def throughput(cost: Cost, plan: Plan) -> float:
     return plan.global_batch / cost.seconds(plan)
-
-
-def described(plan: Plan | None) -> str:
-    if plan is None:
-        return "nothing fits"
-    recompute = "" if plan.recompute == "none" else f", {plan.recompute} recompute"
-    order = ", pipelines inside servers" if plan.pipeline_inside else ""
-    sizes = f"t{plan.tensor} d{plan.depth} w{plan.width} b{plan.microbatch} m{plan.microbatches}"
-    return f"{plan.schedule_name} {sizes}{recompute}{order}"

@@ -13,10 +13,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from scripts.playground import ROOT, answers, build, served
 
@@ -27,31 +28,34 @@ READY = "document.querySelector('#curve .chart') && !document.querySelector('#st
 def edited() -> str:
     """2BW with a forward too many before stage 0's first backward, as the page's hash
     has it."""
-    lists = answers.answer({"schedules": ["2bw"], "iterations": 2})["timelines"]["2bw"][
-        "actions"
-    ]
-    return ";".join(["2bw", lists[0].replace("B0@0 F4@0", "F4@0 B0@0"), *lists[1:]])
+    request = {"schedules": ["2bw"], "iterations": 2}
+    lists = answers.answer(request)["timelines"]["2bw"]["actions"]
+    lists[0] = lists[0].replace("B0@0 F4@0", "F4@0 B0@0")
+    return quote(";".join(["2bw", *lists]))
+
+
+@dataclass
+class Picture:
+    """The page with the parameters of `hash`, from the element `top` on."""
+
+    hash: str
+    width: int
+    height: int
+    top: str
+    scheme: str = "light"
 
 
 CURVES = (
     "schedules=2bw,2bw-extra-warmup,pipedream-flush,gpipe&over=transfer&microbatches=16"
 )
-PICTURES = {  # hash, width, height, dark, the element at the top
-    "docs/readme/playground.png": ("", 1000, 650, False, "#h-timelines"),
-    "docs/playground/fault.png": (
-        f"iterations=2&edit={quote(edited())}",
-        1000,
-        420,
-        False,
-        "#h-edit",
+PICTURES = {
+    "docs/readme/playground.png": Picture("", 1000, 650, "#h-timelines"),
+    "docs/playground/fault.png": Picture(
+        f"iterations=2&edit={edited()}", 1000, 420, "#h-edit"
     ),
-    "docs/playground/curve.png": (CURVES, 800, 560, True, "#h-curve"),
-    "docs/playground/phone.png": (
-        "schedules=2bw,pipedream-flush&stages=2",
-        390,
-        780,
-        False,
-        "#h-timelines",
+    "docs/playground/curve.png": Picture(CURVES, 800, 560, "#h-curve", "dark"),
+    "docs/playground/phone.png": Picture(
+        "schedules=2bw,pipedream-flush&stages=2", 390, 780, "#h-timelines"
     ),
 }
 
@@ -75,20 +79,17 @@ def main() -> None:
         served(Path(made)) as address,
     ):
         build(Path(made))
-        for name, (chosen, width, height, dark, top) in PICTURES.items():
-            scheme = "dark" if dark else "light"
-            page = browser.new_page(
-                viewport={"width": width, "height": height}, color_scheme=scheme
-            )
+        for name, picture in PICTURES.items():
+            size = {"width": picture.width, "height": picture.height}
+            page = browser.new_page(viewport=size, color_scheme=picture.scheme)
             page.set_default_timeout(120_000)
-            page.goto(f"{address}#{chosen}")
+            page.goto(f"{address}#{picture.hash}")
             page.wait_for_function(READY)
-            page.locator(top).evaluate("element => element.scrollIntoView()")
+            page.locator(picture.top).evaluate("element => element.scrollIntoView()")
             if "readme" in name:  # the wait of 1F1B's first stage at its second batch
                 canvas = page.locator("canvas").nth(1)
-                canvas.hover(
-                    position={"x": canvas.bounding_box()["width"] * 0.42, "y": 15}
-                )
+                width = canvas.bounding_box()["width"]
+                canvas.hover(position={"x": width * 0.42, "y": 15})
             page.wait_for_timeout(500)
             page.screenshot(path=ROOT / name)
             page.close()

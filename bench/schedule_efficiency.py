@@ -1,8 +1,7 @@
 """The share of time in which the stages of a pipeline compute: every schedule in one
 run, on stages that sleep.
 
-    python bench/schedule_efficiency.py --stages 8 --microbatches 8 --json
-    out/bench/efficiency.json
+    python bench/schedule_efficiency.py --stages 8 --microbatches 8
 
 Each row trains a tiny real GPT (one layer per stage, fp16 with dynamic loss scaling,
 tied embeddings, clipping) through the code path of pretrain_gpt_2bw.py; a stage's
@@ -11,8 +10,7 @@ forward and backward also sleep for the given times. ideal_ms is microbatches x 
 2bw-as-nccl is 2bw that posts receives no earlier than on NCCL; the messages go over
 gloo as in all rows.
 
-    python bench/schedule_efficiency.py --real --stages 2 --microbatches 4 --iterations
-    14
+    python bench/schedule_efficiency.py --real --stages 2 --microbatches 4
 
 With --real nothing sleeps, and a larger GPT (8 layers of 256) computes on one thread a
 stage. ideal_ms is the row "limit" of the same run: all stages compute at the same time
@@ -24,16 +22,18 @@ Writes the JSON and a picture of the same name.
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import math
 import os
 import platform
 import sys
 import time
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.emulated import PEERS, iteration_seconds, train, train_with_torch
 from bench.tables import bar_chart, new_parser, write_result
@@ -48,12 +48,17 @@ ALL = (*OURS, "megatron-interleaved", *PEERS)
 Row = dict[str, Any]
 
 
-def options() -> argparse.Namespace:
+def options() -> Namespace:
     parser = new_parser(__doc__, "schedule_efficiency")
     option = parser.add_argument
     option("--stages", type=numbers, default=[8], metavar="D,...")
-    meaning = "numbers, or multiples of the stages: 1x,2x"
-    option("--microbatches", type=words, default=["1x"], metavar="M,...", help=meaning)
+    option(
+        "--microbatches",
+        type=words,
+        default=["1x"],
+        metavar="M,...",
+        help="numbers, or multiples of the stages: 1x,2x",
+    )
     option("--width", type=int, default=1, help="data-parallel pipelines")
     option("--real", action="store_true", help="compute, do not sleep")
     option("--forward-ms", type=float, default=100)
@@ -65,12 +70,8 @@ def options() -> argparse.Namespace:
         metavar="N,...",
         help="of the optimizer: a row for each, and for 0",
     )
-    option(
-        "--schedules",
-        type=names_of((*ALL, "2bw-as-nccl")),
-        metavar="NAME,...",
-        help="default: all",
-    )
+    known = names_of((*ALL, "2bw-as-nccl"))
+    option("--schedules", type=known, metavar="NAME,...", help="default: all")
     option(
         "--gpipe-round",
         type=numbers,
@@ -79,11 +80,9 @@ def options() -> argparse.Namespace:
         help="of gpipe: a row for each, and one without",
     )
     option("--iterations", type=int, default=9)
-    sets = lambda text: list(map(str.strip, text.split(";")))
     option(
         "--flags",
-        type=sets,
-        default=[""],
+        default="",
         metavar="FLAGS;...",
         help="of Megatron: a row for each set",
     )
@@ -102,28 +101,29 @@ def command(
     schedule: str,
     stages: int,
     microbatches: int,
-    chosen: argparse.Namespace,
+    chosen: Namespace,
     flags: str,
 ) -> list[str]:
     """The command line of a tiny GPT with a layer per stage (two if the stages are
     interleaved), or of a real one."""
-    name = "2bw" if schedule == "limit" else schedule.removesuffix("-as-nccl")
-    text = f"""--pipeline-model-parallel-size {stages} --global-batch-size {microbatches * chosen.width}
-        --train-iters {chosen.iterations}"""
-    if chosen.real:
-        text += (
-            f" --pipeline-schedule {name} --vocab-size 255 "
-            "--make-vocab-size-divisible-by 128 --log-interval 100"
-        )
-        return merged(gpt_flags(8, 256, 4, 256, text), flags.split())
+    name = schedule.removesuffix("-as-nccl").replace("limit", "2bw")
     layers = stages
     if name == "megatron-interleaved":
-        name, layers = "megatron --num-virtual-stages-per-pipeline-rank 2", 2 * stages
+        name = "megatron --num-virtual-stages-per-pipeline-rank 2"
+        layers = 2 * stages
+    text = f"""--pipeline-model-parallel-size {stages} --global-batch-size {microbatches * chosen.width}
+        --train-iters {chosen.iterations} --pipeline-schedule {name}"""
+    if chosen.real:
+        text += (
+            " --vocab-size 255 --make-vocab-size-divisible-by 128 --log-interval 100"
+        )
+        return merged(gpt_flags(8, 256, 4, 256, text), flags.split())
+    text += " --lr 1e-3 --fp16 --vocab-size 63 --log-interval 5"
     # pipedream scales by a constant and has no tied embeddings
-    scale = "--loss-scale 1024 --untie-embeddings-and-output-weights"
-    if schedule != "pipedream":
-        scale = "--initial-loss-scale 1024"
-    text += f" --pipeline-schedule {name} --lr 1e-3 --fp16 {scale} --vocab-size 63 --log-interval 5"
+    if schedule == "pipedream":
+        text += " --loss-scale 1024 --untie-embeddings-and-output-weights"
+    else:
+        text += " --initial-loss-scale 1024"
     return merged(gpt_flags(layers, 16, 2, 8, text), flags.split())
 
 
@@ -131,43 +131,28 @@ def measure(
     schedule: str,
     stages: int,
     microbatches: int,
-    chosen: argparse.Namespace,
+    chosen: Namespace,
     flags: str,
-    step: int,
+    step: int = 0,
     limit: float = 0.0,
 ) -> Row:
     """A row of the table. limit: the milliseconds of an iteration of the row "limit",
     if there is one."""
-    forward, backward = chosen.forward_ms / 1e3, chosen.backward_ms / 1e3
+    forward = chosen.forward_ms / 1e3
+    backward = chosen.backward_ms / 1e3
     ideal = microbatches * (forward + backward)
-    patience = (
-        120
-        + 20 * stages
-        + 3 * chosen.iterations * ideal * (stages if schedule == "no-pipelining" else 1)
-    )
-    patience += 600 * chosen.real
+    # without pipelining an iteration takes `stages` times as long
+    patience = 720 + chosen.iterations * (3 * ideal * stages + step / 1e3)
     clip = 0.0
     if schedule in PEERS:
-        arguments = (
-            train_with_torch,
-            schedule,
-            stages,
-            microbatches,
-            forward,
-            backward,
-            chosen.iterations,
-        )
-        runs = run_world(stages, *arguments, timeout=patience)
+        sizes = (schedule, stages, microbatches, forward, backward, chosen.iterations)
+        runs = run_world(stages, train_with_torch, *sizes, timeout=patience)
     else:
-        words = command(schedule, stages, microbatches, chosen, flags)
-        clip = float(words[words.index("--clip-grad") + 1])
+        argv = command(schedule, stages, microbatches, chosen, flags)
+        clip = float(argv[argv.index("--clip-grad") + 1])
         kind = schedule.removeprefix("2bw-")
-        arguments = (train, words, forward, backward, kind, nothing, step / 1e3)
-        runs = run_world(
-            stages * chosen.width,
-            *arguments,
-            timeout=patience + chosen.iterations * step / 1e3,
-        )
+        arguments = (argv, forward, backward, kind, nothing, step / 1e3)
+        runs = run_world(stages * chosen.width, train, *arguments, timeout=patience)
     milliseconds = 1e3 * iteration_seconds(runs)
     ideal = 1e3 * ideal or limit or milliseconds
     return {
@@ -191,91 +176,78 @@ def measure(
 def draw(rows: list[Row]) -> Any:
     """Bars of efficiency: one for each row, the longest first, or a group for each
     shape if there are several."""
-    shares = {}
+    shares: dict[str, dict[str, float]] = {}
+    shapes = []
     for row in rows:
-        step = f"step {row['step_ms']} ms" if row.get("step_ms") else ""
-        place = (
-            "{schedule} {flags} {}".format(step, **row).strip(),
-            "d = {stages}, m = {microbatches}".format(**row),
-        )
-        shares[place] = row["efficiency"]
-    names, shapes = (
-        list(dict.fromkeys(key[place] for key in shares)) for place in (0, 1)
-    )
-    label = (
-        "share of the limit, both cores busy"
-        if "limit" in names
-        else "share of the time that stages compute"
-    )
+        name = f"{row['schedule']} {row['flags']}".strip()
+        if row.get("step_ms"):
+            name += f" step {row['step_ms']} ms"
+        shape = f"d = {row['stages']}, m = {row['microbatches']}"
+        shapes.append(shape)
+        shares.setdefault(name, {})[shape] = row["efficiency"]
+    label = "share of the time that stages compute"
+    if "limit" in shares:
+        label = "share of the limit, both cores busy"
+    shapes = list(dict.fromkeys(shapes))
     if len(shapes) == 1:
-        names.sort(key=lambda name: -shares[name, shapes[0]])
-        return bar_chart(
-            names,
-            {"": [shares[name, shapes[0]] for name in names]},
-            f"{label}, {shapes[0]}",
-            ".1%",
-        )
-    series = {
-        name: [shares.get((name, shape), math.nan) for shape in shapes]
-        for name in names
-    }
-    return bar_chart(shapes, series, label, ".1%")
+        (shape,) = shapes
+        names = sorted(shares, key=lambda name: -shares[name][shape])
+        values = [shares[name][shape] for name in names]
+        return bar_chart(names, {"": values}, f"{label}, {shape}")
+    series = {}
+    for name, efficiencies in shares.items():
+        series[name] = [efficiencies.get(shape, math.nan) for shape in shapes]
+    return bar_chart(shapes, series, label)
+
+
+def cases(chosen: Namespace) -> Iterator[tuple[str, int, int, str, int]]:
+    """Schedule, stages, microbatches, flags and step of each row."""
+    schedules = [*chosen.schedules]
+    if chosen.real:
+        schedules.insert(0, "limit")
+    for stages, text, schedule in itertools.product(
+        chosen.stages, chosen.microbatches, schedules
+    ):
+        microbatches = int(text.removesuffix("x"))
+        if text.endswith("x"):
+            microbatches *= stages
+        rounds = [""]
+        if schedule == "gpipe":
+            rounds += [f"--gpipe-round {size} " for size in chosen.gpipe_round]
+        sets = [""] if schedule == "limit" else chosen.flags.split(";")
+        for size, flags in itertools.product(rounds, sets):
+            words = f"{size}{flags.strip()}".strip()
+            for step in (0, *chosen.step_ms):
+                yield schedule, stages, microbatches, words, step
 
 
 def main() -> int:
     chosen = options()
     machine = {"cores": os.cpu_count(), "python": platform.python_version()}
     result = {"machine": machine, "rows": [], "failures": []}
-    cases = [
-        (
-            stages,
-            int(text[:-1]) * stages if text[-1] == "x" else int(text),
-            schedule,
-            f"{size} {flags}".strip(),
-            step,
-        )
-        for stages in chosen.stages
-        for text in chosen.microbatches
-        for schedule in (*["limit"] * chosen.real, *chosen.schedules)
-        for size in (
-            "",
-            *(f"--gpipe-round {n}" for n in chosen.gpipe_round if schedule == "gpipe"),
-        )
-        for flags in (chosen.flags if schedule != "limit" else [""])
-        for step in (0, *chosen.step_ms)
-    ]
     limit = 0.0
-    for stages, microbatches, schedule, flags, step in cases:
+    for schedule, stages, microbatches, flags, step in cases(chosen):
         name = f"{schedule:24s} d {stages:2d}  m {microbatches:3d}"
         if "interleaved" in schedule and microbatches % stages:
             print(f"{name}  takes multiples of the stages only")
             continue
         begun = time.monotonic()
+        if schedule == "limit":
+            limit = 0.0
         try:
-            row = measure(
-                schedule,
-                stages,
-                microbatches,
-                chosen,
-                flags,
-                step,
-                0.0 if schedule == "limit" else limit,
-            )
+            row = measure(schedule, stages, microbatches, chosen, flags, step, limit)
         except WorldError as error:
-            result["failures"].append(
-                f"{schedule}, {stages} stages, {microbatches} microbatches: {error}"
-            )
+            sizes = f"{stages} stages, {microbatches} microbatches"
+            result["failures"].append(f"{schedule}, {sizes}: {error}")
             print(result["failures"][-1], file=sys.stderr, flush=True)
             continue
-        limit = row["iteration_ms"] if schedule == "limit" else limit
+        if schedule == "limit":
+            limit = row["iteration_ms"]
         result["rows"].append(row)
-        times = "iteration {iteration_ms:8.1f} ms  efficiency {efficiency:.3f}".format(
-            **row
-        )
-        print(
-            f"{name}  {times}   ({time.monotonic() - begun:.0f} s) {flags} step {step} ms",
-            flush=True,
-        )
+        times = "iteration {iteration_ms:8.1f} ms  efficiency {efficiency:.3f}"
+        seconds = time.monotonic() - begun
+        words = f"({seconds:.0f} s) {flags} step {step} ms"
+        print(f"{name}  {times.format(**row)}   {words}", flush=True)
         write_result(chosen.json, result)
     if result["rows"]:
         write_result(chosen.json, result, draw(result["rows"]))

@@ -24,52 +24,37 @@ import psutil
 from megatron_2bw.base.errors import UserError
 
 # no other host is in these networks
-INTERFACE, ADDRESSES = "wire", ("10.0.0.1", "10.0.0.2")
+INTERFACE = "wire"
+ADDRESSES = ("10.0.0.1", "10.0.0.2")
 # Packets leave in pieces of at most this size, so that the bucket can be small: its
 # content passes at full speed.
-PIECE, BUCKET, QUEUE, MTU = 16384, 24576, 8 << 20, 9000  # bytes
-_PREFIX, _FOLDER, _TCP = "2bw-", Path("/run/netns"), Path("/proc/sys/net/ipv4")
+PIECE = 16384  # bytes, as the next three
+BUCKET = 24576
+QUEUE = 8 << 20
+MTU = 9000
+_FOLDER = Path("/run/netns")
+_TCP = Path("/proc/sys/net/ipv4")
 
 
 class Servers:
     """The two servers, 0 and 1; a context manager."""
 
     def __init__(self):
-        self.names = [f"{_PREFIX}{os.getpid()}-{number}" for number in (0, 1)]
+        self.names = [f"2bw-{os.getpid()}-{number}" for number in (0, 1)]
 
     def __enter__(self) -> Servers:
         try:
             for name in self.names:
-                _run("ip", "netns", "add", name)
-                _run("ip", "-n", name, "link", "set", "lo", "up")
-            ends = [
-                ["name", INTERFACE, "netns", name, "mtu", str(MTU)]
-                for name in self.names
-            ]
-            _run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+                _run(f"ip netns add {name}")
+                _run(f"ip -n {name} link set lo up")
+            near, far = (
+                f"name {INTERFACE} netns {name} mtu {MTU}" for name in self.names
+            )
+            _run(f"ip link add {near} type veth peer {far}")
             for name, address in zip(self.names, ADDRESSES):
-                _run(
-                    "ip",
-                    "-n",
-                    name,
-                    "address",
-                    "add",
-                    f"{address}/24",
-                    "dev",
-                    INTERFACE,
-                )
-                _run(
-                    "ip",
-                    "-n",
-                    name,
-                    "link",
-                    "set",
-                    "dev",
-                    INTERFACE,
-                    "gso_max_size",
-                    str(PIECE - 100),
-                    "up",
-                )
+                _run(f"ip -n {name} address add {address}/24 dev {INTERFACE}")
+                size = f"gso_max_size {PIECE - 100}"
+                _run(f"ip -n {name} link set dev {INTERFACE} {size} up")
             # TCP as training clusters set it; this machine's defaults are for the
             # internet
             for number in (0, 1):
@@ -88,28 +73,17 @@ class Servers:
     def _remove(self) -> None:
         for name in self.names:  # the link goes with them
             if (_FOLDER / name).exists():
-                _run("ip", "netns", "delete", name)
+                _run(f"ip netns delete {name}")
 
     def limit(self, megabits: float | None) -> None:
         """Limit the link to `megabits` Mbit/s in each direction; None: no limit."""
         for name in self.names:
+            command = f"tc -n {name} qdisc"
             if megabits is not None:
-                bucket = (
-                    f"tbf rate {megabits * 1e6:.0f}bit burst {BUCKET} limit {QUEUE}"
-                )
-                _run(
-                    "tc",
-                    "-n",
-                    name,
-                    "qdisc",
-                    "replace",
-                    "dev",
-                    INTERFACE,
-                    "root",
-                    *bucket.split(),
-                )
-            elif b"tbf" in _run("tc", "-n", name, "qdisc", "show", "dev", INTERFACE):
-                _run("tc", "-n", name, "qdisc", "delete", "dev", INTERFACE, "root")
+                bucket = f"rate {megabits * 1e6:.0f}bit burst {BUCKET} limit {QUEUE}"
+                _run(f"{command} replace dev {INTERFACE} root tbf {bucket}")
+            elif b"tbf" in _run(f"{command} show dev {INTERFACE}"):
+                _run(f"{command} delete dev {INTERFACE} root")
 
     @contextlib.contextmanager
     def inside(self, number: int) -> Iterator[None]:
@@ -117,9 +91,9 @@ class Servers:
         that server's."""
         with (
             open("/proc/thread-self/ns/net") as outside,
-            open(_FOLDER / self.names[number]) as there,
+            open(_FOLDER / self.names[number]) as server,
         ):
-            os.setns(there.fileno(), os.CLONE_NEWNET)
+            os.setns(server.fileno(), os.CLONE_NEWNET)
             try:
                 yield
             finally:
@@ -150,12 +124,9 @@ def sent_bytes() -> int:
     return psutil.net_io_counters(pernic=True)[INTERFACE].bytes_sent
 
 
-def _run(*command: str) -> bytes:
-    done = subprocess.run(command, capture_output=True, check=False)
+def _run(command: str) -> bytes:
+    done = subprocess.run(command.split(), capture_output=True, check=False)
     if done.returncode:
-        why = (
-            " ".join(done.stderr.decode(errors="replace").split())
-            or f"status {done.returncode}"
-        )
-        raise UserError(f"{' '.join(command)}: {why}")
+        why = " ".join(done.stderr.decode(errors="replace").split())
+        raise UserError(f"{command}: {why or f'status {done.returncode}'}")
     return done.stdout

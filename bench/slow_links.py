@@ -1,7 +1,7 @@
 """Two servers with a slow link: the bytes that each kind of parallelism sends over it,
 and the time that this costs.
 
-    sudo .venv/bin/python bench/slow_links.py --json out/bench/slow_links.json
+    sudo .venv/bin/python bench/slow_links.py
 
 The servers are two network namespaces, joined by a veth whose rate `tc tbf` limits
 (bench/servers.py). A process on each, pinned to its own core, trains the same GPT with
@@ -22,22 +22,23 @@ for each server.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import platform
 import statistics
 import sys
-from collections.abc import Container
+from argparse import Namespace
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
 
 from bench.emulated import train
 from bench.servers import ADDRESSES, BUCKET, INTERFACE, MTU, QUEUE, Servers, sent_bytes
-from bench.tables import new_parser, write_result
+from bench.tables import Row, new_parser, write_result
 from megatron_2bw.base import run_log
 from megatron_2bw.base.errors import names_of, run_program, words
 from megatron_2bw.base.files import new_figure
@@ -48,19 +49,18 @@ from megatron_2bw.tools.gpu_check.entry import gpt_flags
 from megatron_2bw.tools.planner.descriptions.model import Model
 from megatron_2bw.tools.timelines.simulator import Times, iteration_time
 
-# --two-bw-extra-warmup: more forwards ahead, which hide the messages
-AHEAD = {"2bw": 0, "2bw-ahead": 1}
-PIPELINES = ("megatron", "pipedream-flush", *AHEAD)
+PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-schedule"
 VARIANTS = {
     "tensor": "--tensor-model-parallel-size 2",
     # the reduction overlaps the last backward
     "data": "--overlap-grad-reduce --ddp-num-buckets 8",
-    **{
-        name: f"--pipeline-model-parallel-size 2 --pipeline-schedule {name}"
-        for name in PIPELINES
-    },
+    "megatron": f"{PIPELINE} megatron",
+    "pipedream-flush": f"{PIPELINE} pipedream-flush",
+    "2bw": f"{PIPELINE} 2bw",
+    # more forwards ahead, which hide the messages
+    "2bw-ahead": f"{PIPELINE} 2bw --two-bw-extra-warmup 1",
 }
-VARIANTS["2bw-ahead"] = f"{VARIANTS['2bw']} --two-bw-extra-warmup {AHEAD['2bw-ahead']}"
+COLOURS = ("#bbb", "#777", "#e69f00", "#00664c", "#56b4e9", "#0072b2")
 FLOAT = 4  # bytes of a number: the model is trained in fp32
 VOCABULARY = 1024  # with its padding
 SIZES = {
@@ -68,24 +68,22 @@ SIZES = {
     "hidden": 512,
     "heads": 8,
     "sequence": 128,
-    "micro-batch": 1,
+    "micro_batch": 1,
     "microbatches": 8,
 }
 
 
-def message(chosen: argparse.Namespace) -> int:
+def message(chosen: Namespace) -> int:
     """Bytes of a microbatch's activations between two layers."""
     return chosen.micro_batch * chosen.sequence * chosen.hidden * FLOAT
 
 
-def parameters(chosen: argparse.Namespace) -> int:
-    sizes = {"vocab": VOCABULARY, "sequence": chosen.sequence, "tied": False}
-    return Model(
-        "any", chosen.layers, chosen.hidden, chosen.heads, **sizes
-    ).parameters()
+def parameters(chosen: Namespace) -> int:
+    shape = (chosen.layers, chosen.hidden, chosen.heads, VOCABULARY, chosen.sequence)
+    return Model("any", *shape, tied=False).parameters()
 
 
-def theory(variant: str, chosen: argparse.Namespace) -> int:
+def theory(variant: str, chosen: Namespace) -> int:
     """Bytes that a server has to send in an iteration, in either direction.
 
     An all-reduce of x bytes over n = 2 servers sends 2 (n - 1) / n x = x. Tensor
@@ -93,13 +91,10 @@ def theory(variant: str, chosen: argparse.Namespace) -> int:
     backward, and one each for the embedding and the output layer; data parallelism
     every gradient once.
     """
-    if variant == "tensor":
-        return (4 * chosen.layers + 2) * chosen.microbatches * message(chosen)
-    return (
-        parameters(chosen) * FLOAT
-        if variant == "data"
-        else chosen.microbatches * message(chosen)
-    )
+    if variant == "data":
+        return parameters(chosen) * FLOAT
+    sent = chosen.microbatches * message(chosen)
+    return sent * (4 * chosen.layers + 2) if variant == "tensor" else sent
 
 
 @dataclass
@@ -111,37 +106,32 @@ class Link:
     message_ms: float  # of a microbatch's activations
 
 
-Row = dict[str, Any]
+def floats(text: str) -> tuple[float, ...]:
+    return tuple(map(float, words(text)))
 
 
-def options() -> argparse.Namespace:
+def options() -> Namespace:
     parser = new_parser(__doc__, "slow_links")
-    rates, pair = (
-        lambda text: tuple(map(float, words(text))),
-        "sleep in each forward and backward",
-    )
+    option = parser.add_argument
     meaning = "Mbit/s in each direction, 1 to 4000, after the unlimited link"
-    parser.add_argument(
-        "--rates", type=rates, default=(1000, 200, 50), metavar="MBIT,...", help=meaning
-    )
-    parser.add_argument(
-        "--variants",
-        type=names_of(VARIANTS),
-        default=list(VARIANTS),
-        metavar="NAME,...",
-    )
+    rates = (1000, 200, 50)
+    option("--rates", type=floats, default=rates, metavar="MBIT,...", help=meaning)
+    every = list(VARIANTS)
+    option("--variants", type=names_of(every), default=every, metavar="NAME,...")
     for name, size in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, default=size)
-    parser.add_argument(
-        "--iterations", type=int, default=3, help="measured at each rate"
-    )
-    parser.add_argument(
-        "--sleep-ms", type=rates, default=(0.0, 0.0), metavar="F,B", help=pair
+        option(f"--{name.replace('_', '-')}", type=int, default=size)
+    option("--iterations", type=int, default=3, help="measured at each rate")
+    option(
+        "--sleep-ms",
+        type=floats,
+        default=(0.0, 0.0),
+        metavar="F,B",
+        help="sleep in each forward and backward",
     )
     return parser.parse_args()
 
 
-def command(chosen: argparse.Namespace, variant: str, iterations: int) -> list[str]:
+def command(chosen: Namespace, variant: str, iterations: int) -> list[str]:
     text = f"""--untie-embeddings-and-output-weights --micro-batch-size {chosen.micro_batch}
         --global-batch-size {chosen.micro_batch * chosen.microbatches} --train-iters {iterations}
         --vocab-size {VOCABULARY - 1} --eval-interval 100000 --log-interval 1 {VARIANTS[variant]}"""
@@ -163,82 +153,59 @@ def run(
         GLOO_SOCKET_IFNAME=INTERFACE,
     )
     sent: list[int] = []
+
+    def after_step(losses) -> None:
+        sent.append(sent_bytes())
+
     with servers.inside(rank):
-        observed = train(
-            rank, argv, *sleep, after_step=lambda _losses: sent.append(sent_bytes())
-        )
+        observed = train(rank, argv, *sleep, after_step=after_step)
     return observed.ends, sent, own_output()
 
 
-def watch(
-    servers: Servers, variant: str, link: Link, chosen: argparse.Namespace
-) -> Row:
+def watch(servers: Servers, variant: str, link: Link, chosen: Namespace) -> Row:
     """The row of `variant` at one rate. spread_ms: the largest less the smallest of the
     iterations that iteration_ms is the median of; bubble: the share that each stage
     waited, from the log line."""
-    sleep = [
-        milliseconds / 1e3 * (2 if variant == "data" else 1)
-        for milliseconds in chosen.sleep_ms
-    ]
+    copies = 2 if variant == "data" else 1  # of the whole model
+    sleep = [milliseconds / 1e3 * copies for milliseconds in chosen.sleep_ms]
     # the first three fill the pipeline, the last empties it
-    limit, count = megabits(link.rate), chosen.iterations + 4
+    count = chosen.iterations + 4
+    expected = theory(variant, chosen)
+    timeout = 300 + count * 60
+    limit = megabits(link.rate)
+    if limit:
+        timeout += count * 5 * expected * 8 / (limit * 1e6)
     servers.limit(limit)
-    at_least = theory(variant, chosen) * 8 / (limit * 1e6) if limit else 0.0
-    timeout = 300 + count * (60 + 5 * at_least)
-    results = run_world(
-        2, run, servers, command(chosen, variant, count), sleep, timeout=timeout
-    )
-    took = [
-        1e3 * (after - before)
-        for before, after in itertools.pairwise(results[0][0][2:-1])
-    ]
-    sent = [
-        max(after - before for before, after in zip(*pair)) / 1e6
-        for pair in steps(results)
-    ]
-    shares = bubbles(
-        "\n".join(text for *_, text in results), range(4, 4 + chosen.iterations)
-    )
-    row: Row = {
+    argv = command(chosen, variant, count)
+    results = run_world(2, run, servers, argv, sleep, timeout=timeout)
+    (ends, *_), _ = results
+    took = 1e3 * np.diff(ends[2:-1])
+    sent = np.diff([bytes_[2:-1] for _, bytes_, _ in results]).max(axis=0) / 1e6
+    log = "\n".join(text for *_, text in results)
+    return {
         "variant": variant,
         "rate": link.rate,
         "measured_mbit": link.measured_mbit,
-    }
-    row |= {
-        "iteration_ms": round(statistics.median(took), 1),
-        "spread_ms": round(max(took) - min(took), 1),
-    }
-    row |= {"slowdown": 1.0, "sent_mb": round(statistics.median(sent), 3)}
-    row |= {
-        "theory_mb": round(theory(variant, chosen) / 1e6, 3),
+        "iteration_ms": round(np.median(took), 1),
+        "spread_ms": round(np.ptp(took), 1),
+        "slowdown": 1.0,
+        "sent_mb": round(np.median(sent), 3),
+        "theory_mb": round(expected / 1e6, 3),
         "sent_by_2bw": "",
         "simulated_ms": "",
-    }
-    return row | {
-        "bubble": " / ".join(f"{statistics.median(each):.3f}" for each in zip(*shares))
+        "bubble": bubbles(log, range(4, count)),
     }
 
 
-def steps(
-    results: list[tuple[list[float], list[int], str]],
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Both servers' bytes before and after each measured iteration."""
-    return list(itertools.pairwise(zip(*(sent[2:-1] for _, sent, _ in results))))
-
-
-def bubbles(log: str, iterations: Container[int]) -> list[tuple[float, ...]]:
-    """The shares of the time that the stages waited in these iterations, from the
-    ranks' output."""
-    lines = [
-        line.fields.get("bubble", "")
-        for line in run_log.training(log)
-        if line.iteration in iterations
-    ]
-    return [
-        tuple(float(share.rstrip("%")) / 100 for share in shares.split("/"))
-        for shares in lines
-        if shares
-    ]
+def bubbles(log: str, iterations: range) -> str:
+    """Each stage's median share of the time that it waited in these iterations, from
+    the ranks' output."""
+    shares = []
+    for line in run_log.training(log):
+        text = line.fields.get("bubble")
+        if text and line.iteration in iterations:
+            shares.append([float(share.rstrip("%")) / 100 for share in text.split("/")])
+    return " / ".join(f"{statistics.median(each):.3f}" for each in zip(*shares))
 
 
 def megabits(rate: str) -> float | None:
@@ -253,26 +220,26 @@ def compare(rows: list[Row], microbatches: int, links: list[Link]) -> None:
     """Fill in the ratios to the bytes of 2bw and to the unlimited link, and the
     simulated times: the forward half as long as the backward."""
     ours = {row["rate"]: row["sent_mb"] for row in rows if row["variant"] == "2bw"}
-    free = {row["variant"]: row["iteration_ms"] for row in reversed(rows)}
+    messages = {link.rate: link.message_ms for link in links}
+    free: dict[str, float] = {}  # on the unlimited link, which comes first
     for row in rows:
-        row["slowdown"] = round(row["iteration_ms"] / free[row["variant"]], 3)
-        if row["rate"] in ours:
-            row["sent_by_2bw"] = round(row["sent_mb"] / ours[row["rate"]], 2)
-    for variant, extra in AHEAD.items():
-        own = [row for row in rows if row["variant"] == variant]
-        for row in own:
-            (link,) = [link for link in links if link.rate == row["rate"]]
-            cycle = own[0]["iteration_ms"] / microbatches  # on the unlimited link
+        variant = row["variant"]
+        rate = row["rate"]
+        alone = free.setdefault(variant, row["iteration_ms"])
+        row["slowdown"] = round(row["iteration_ms"] / alone, 3)
+        if rate in ours:
+            row["sent_by_2bw"] = round(row["sent_mb"] / ours[rate], 2)
+        if variant.startswith("2bw"):
+            cycle = alone / microbatches
             times = Times(
                 cycle / 3,
                 2 * cycle / 3,
-                transfer=link.message_ms,
-                occupied=link.message_ms,
+                transfer=messages[rate],
+                occupied=messages[rate],
             )
-            schedule = TwoBW(extra_warmup=(extra,))
-            row["simulated_ms"] = round(
-                iteration_time(schedule, 2, microbatches, times), 1
-            )
+            schedule = TwoBW(extra_warmup=(int(variant == "2bw-ahead"),))
+            simulated = iteration_time(schedule, 2, microbatches, times)
+            row["simulated_ms"] = round(simulated, 1)
 
 
 def draw(rows: list[Row]) -> Any:
@@ -281,18 +248,13 @@ def draw(rows: list[Row]) -> Any:
     figure = new_figure(8.5, 4)
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
     names = list(dict.fromkeys(row["variant"] for row in rows))
-    for place, (name, colour) in enumerate(
-        zip(names, "#bbb #777 #e69f00 #00664c #56b4e9 #0072b2".split())
-    ):
+    for place, (name, colour) in enumerate(zip(names, COLOURS)):
         own = [row for row in rows if row["variant"] == name]
-        rates, times = (
-            [row["measured_mbit"] for row in own],
-            [row["iteration_ms"] / 1e3 for row in own],
-        )
+        rates = [row["measured_mbit"] for row in own]
+        times = [row["iteration_ms"] / 1e3 for row in own]
         left.plot(rates, times, "o-", color=colour, label=name)
-        right.bar_label(
-            right.bar(place, own[-1]["sent_mb"], color=colour), fmt="%.3g", fontsize=8
-        )
+        bar = right.bar(place, own[-1]["sent_mb"], color=colour)
+        right.bar_label(bar, fmt="%.3g", fontsize=8)
         right.plot(place, own[-1]["theory_mb"], "ko", markersize=3)
     links = {row["measured_mbit"]: row["rate"] for row in rows}
     left.set(
@@ -314,54 +276,50 @@ def draw(rows: list[Row]) -> Any:
     return figure
 
 
-def measure(servers: Servers, chosen: argparse.Namespace) -> list[str]:
+def measured_link(servers: Servers, rate: str, chosen: Namespace) -> Link:
+    servers.limit(megabits(rate))
+    measured = servers.rate(megabits(rate))
+    milliseconds = message(chosen) * 8 / measured / 1e3
+    speed = f"{measured:.1f} Mbit/s of plain TCP, a microbatch's activations in {milliseconds:.2f} ms"
+    print(f"link {rate:>9s} Mbit/s: {speed}", flush=True)
+    return Link(rate, round(measured, 3), round(milliseconds, 3))
+
+
+def measure(servers: Servers, chosen: Namespace) -> list[str]:
     """Measure all variants, write the results after each, and return what failed."""
-    sizes = {
-        name.replace("-", "_"): getattr(chosen, name.replace("-", "_"))
-        for name in SIZES
-    }
+    load = os.getloadavg()
+    model = {name: getattr(chosen, name) for name in SIZES}
+    model["parameters"] = parameters(chosen)
+    model["message_bytes"] = message(chosen)
+    rates = ["unlimited", *(f"{rate:g}" for rate in chosen.rates)]
+    links = [measured_link(servers, rate, chosen) for rate in rates]
+    rows: list[Row] = []
+    failures: list[str] = []
     result = {
         "machine": {
             "cores": os.cpu_count(),
             "python": platform.python_version(),
-            "load_before": os.getloadavg(),
+            "load_before": load,
         },
-        "model": sizes
-        | {"parameters": parameters(chosen), "message_bytes": message(chosen)},
+        "model": model,
         "sleep_ms": chosen.sleep_ms,
         "link": {"mtu": MTU, "tbf_burst_bytes": BUCKET, "tbf_limit_bytes": QUEUE},
-        "links": [],
-        "rows": [],
-        "failures": [],
+        "links": [asdict(link) for link in links],
+        "rows": rows,
+        "failures": failures,
     }
-    rates, links = ["unlimited", *(f"{rate:g}" for rate in chosen.rates)], []
-    for rate in rates:
-        servers.limit(megabits(rate))
-        measured = servers.rate(megabits(rate))
-        link = Link(
-            rate, round(measured, 3), round(message(chosen) * 8 / measured / 1e3, 3)
-        )
-        links.append(link)
-        speed = (
-            f"{link.measured_mbit:.1f} Mbit/s of plain TCP, a microbatch's "
-            f"activations in {link.message_ms:.2f} ms"
-        )
-        print(f"link {rate:>9s} Mbit/s: {speed}", flush=True)
-    result["links"] = [asdict(link) for link in links]
     for variant, link in itertools.product(chosen.variants, links):
         try:
-            result["rows"].append(watch(servers, variant, link, chosen))
+            row = watch(servers, variant, link, chosen)
         except WorldError as error:
-            result["failures"].append(f"{variant}: {error}")
-            print(result["failures"][-1], file=sys.stderr, flush=True)
+            failures.append(f"{variant}: {error}")
+            print(failures[-1], file=sys.stderr, flush=True)
             continue
-        compare(result["rows"], chosen.microbatches, links)
-        print(
-            ", ".join(f"{name} {value}" for name, value in result["rows"][-1].items()),
-            flush=True,
-        )
-        write_result(chosen.json, result, draw(result["rows"]))
-    return result["failures"]
+        rows.append(row)
+        compare(rows, chosen.microbatches, links)
+        print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        write_result(chosen.json, result, draw(rows))
+    return failures
 
 
 def main() -> int:

@@ -1,9 +1,8 @@
 """What the benchmarks share: their options, the files that they write, tables and
 pictures.
 
-python bench/tables.py FILE.json ...          prints a benchmark's rows as the Markdown
-tables of docs/ python bench/tables.py --draw FILE.json ...   draws its picture again,
-FILE.png
+    python bench/tables.py FILE.json ...         # a benchmark's rows, as docs/ has them
+    python bench/tables.py --draw FILE.json ...  # its picture again, FILE.png
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron_2bw.base.files import new_figure, write_figure, write_json
 
-BENCHES = {"efficiency": "schedule_efficiency", "slowdown": "slow_links"}  # by a column
 COLOURS = ("#0072b2", "#bdbdbd", "#e69f00", "#00664c")
+Row = dict[str, Any]
 
 
 def new_parser(description: str, name: str) -> argparse.ArgumentParser:
@@ -36,32 +35,26 @@ def new_parser(description: str, name: str) -> argparse.ArgumentParser:
 
 
 def bar_chart(
-    groups: Sequence[str], series: Mapping[str, Sequence[float]], label: str, form: str
+    groups: Sequence[str], series: Mapping[str, Sequence[float]], label: str
 ) -> Any:
-    """Horizontal bars with their values: a group for each of `groups`, and in it a bar
+    """Horizontal bars with their shares: a group for each of `groups`, and in it a bar
     of each series (NaN: none)."""
     height = 0.84 / len(series)
     names = [
         textwrap.fill(group, 36, break_on_hyphens=False, break_long_words=False)
         for group in groups
     ]
-    lines = max(name.count("\n") + 1 for name in names)
-    figure = new_figure(
-        7, 0.8 + max(0.17 * len(series) + 0.1, 0.17 * lines) * len(groups)
-    )
+    lines = max(name.count("\n") for name in names) + 1
+    tall = max(0.17 * len(series) + 0.1, 0.17 * lines)
+    figure = new_figure(7, 0.8 + tall * len(groups))
     axis = figure.subplots()
     for place, (name, values) in enumerate(series.items()):
         ys = [y + (place + 0.5) * height - 0.42 for y in range(len(groups))]
-        # alone, 2BW is blue
-        places = [place if len(series) > 1 else "2bw" not in group for group in groups]
-        bars = axis.barh(
-            ys,
-            values,
-            0.94 * height,
-            label=name,
-            color=[COLOURS[at % len(COLOURS)] for at in places],
-        )
-        texts = ["" if math.isnan(value) else format(value, form) for value in values]
+        colours = COLOURS[place % len(COLOURS)]
+        if len(series) == 1:  # 2BW is blue
+            colours = [COLOURS["2bw" not in group] for group in groups]
+        bars = axis.barh(ys, values, 0.94 * height, label=name, color=colours)
+        texts = ["" if math.isnan(value) else f"{value:.1%}" for value in values]
         axis.bar_label(bars, texts, padding=3, fontsize=8)
     axis.set_yticks(range(len(groups)), names, fontsize=9)
     axis.tick_params(axis="y", length=0)
@@ -86,64 +79,63 @@ def write_result(path: Path, result: Any, figure: Any = None) -> None:
         print(f"wrote {path} and {path.with_suffix('.png')}", flush=True)
 
 
-def table(rows: list[dict]) -> str:
+def table(rows: list[Row]) -> str:
     """One line a row; columns that are the same in all rows are left out, unless there
     is one row."""
-    columns = [
-        name
-        for name in rows[0]
-        if len(rows) == 1 or len({str(row[name]) for row in rows}) > 1
-    ]
-    lines = [
-        "| " + " | ".join(columns) + " |",
-        "| " + " | ".join("---" for _ in columns) + " |",
-    ]
-    lines += [
-        "| " + " | ".join(str(row[name]) for name in columns) + " |" for row in rows
-    ]
-    same = ", ".join(
-        f"{name} {row}"
-        for name, row in rows[0].items()
-        if name not in columns and row != ""
-    )
-    return "\n".join(lines + ([] if not same else ["", f"In all rows: {same}."]))
+    columns = []
+    same = []
+    for name, value in rows[0].items():
+        if len(rows) == 1 or any(str(row[name]) != str(value) for row in rows):
+            columns.append(name)
+        elif value != "":
+            same.append(f"{name} {value}")
+    lines = [columns, ["---"] * len(columns)]
+    lines += [[str(row[name]) for name in columns] for row in rows]
+    text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    if same:
+        text += f"\n\nIn all rows: {', '.join(same)}."
+    return text
 
 
-def checks(entries: list[dict]) -> str:
+def checks(entries: list[Row]) -> str:
     """A summary, then the rows of each check (planner_accuracy.py)."""
-    same = ("source", "assumes", "bar", "result")
-    holds = {True: "yes", False: "**no**"}
-    summary = [
-        {
-            "claim": check["name"],
-            **{name: check[name] for name in same},
-            "holds": holds[check["holds"]],
-        }
-        for check in entries
-    ]
-    parts = [
-        f"### {check['name']}\n\n{table(check['rows'])}"
-        for check in entries
-        if check["rows"]
-    ]
+    summary = []
+    parts = []
+    for check in entries:
+        summary.append(
+            {
+                "claim": check["name"],
+                "source": check["source"],
+                "assumes": check["assumes"],
+                "bar": check["bar"],
+                "result": check["result"],
+                "holds": "yes" if check["holds"] else "**no**",
+            }
+        )
+        if check["rows"]:
+            parts.append(f"### {check['name']}\n\n{table(check['rows'])}")
     return "\n\n".join([table(summary), *parts])
 
 
-def picture(content: dict):
-    rows = content["rows"]
-    bench = importlib.import_module(
-        f"bench.{next(BENCHES[name] for name in rows[0] if name in BENCHES)}"
-    )
-    return bench.draw(rows)
+def picture(rows: list[Row]) -> Any:
+    name = "slow_links" if "slowdown" in rows[0] else "schedule_efficiency"
+    return importlib.import_module(f"bench.{name}").draw(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--draw", action="store_true")
+    options = parser.parse_args()
+    for path in options.files:
+        content = json.loads(path.read_text())
+        if options.draw:
+            write_figure(path.with_suffix(".png"), picture(content["rows"]))
+        elif "checks" in content:
+            print(f"{path}\n\n{checks(content['checks'])}\n")
+        else:
+            print(f"{path}\n\n{table(content['rows'])}\n")
 
 
 if __name__ == "__main__":
-    again = "--draw" in sys.argv
-    for path in (Path(word) for word in sys.argv[1:] if word != "--draw"):
-        content = json.loads(path.read_text())
-        if again:
-            write_figure(path.with_suffix(".png"), picture(content))
-            continue
-        print(
-            f"{path}\n\n{checks(content['checks']) if 'checks' in content else table(content['rows'])}\n"
-        )
+    main()

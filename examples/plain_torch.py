@@ -1,10 +1,8 @@
 """PipeDream-2BW on plain PyTorch: a small network in stages, and one process that
 follows the same update rule.
 
-    python examples/plain_torch.py --stages 2                      # starts its own
-    ranks
-    torchrun --nproc-per-node 2 examples/plain_torch.py            # or runs as ranks of
-    torchrun
+    python examples/plain_torch.py --stages 2              # starts its own ranks
+    torchrun --nproc-per-node 2 examples/plain_torch.py    # or runs as torchrun's
 
 Each stage runs the actions of its schedule: forwards and backwards of microbatches,
 messages to its neighbours, one update per batch. The update of batch j (gradient norm
@@ -33,15 +31,19 @@ from megatron_2bw import (
     connect,
 )
 
-SAMPLES, WIDTH, LAYERS, MICROBATCHES, ITERATIONS, CLIP = 8, 16, 4, 4, 20, 0.05
+SAMPLES = 8
+WIDTH = 16
+LAYERS = 4
+MICROBATCHES = 4
+ITERATIONS = 20
+CLIP = 0.05
 
 
 def data(microbatch):
     """Inputs and targets [SAMPLES, WIDTH] of one microbatch; batch j holds MICROBATCHES
     of them."""
-    inputs = torch.randn(
-        SAMPLES, WIDTH, generator=torch.Generator().manual_seed(microbatch)
-    )
+    generator = torch.Generator().manual_seed(microbatch)
+    inputs = torch.randn(SAMPLES, WIDTH, generator=generator)
     return inputs, inputs.flip(1).tanh()
 
 
@@ -49,9 +51,9 @@ def layers_of(stage, stages):
     """The layers of one stage, with the same weights for every number of stages."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
-    return nn.Sequential(
-        *layers[stage * LAYERS // stages : (stage + 1) * LAYERS // stages]
-    )
+    first = stage * LAYERS // stages
+    end = (stage + 1) * LAYERS // stages
+    return nn.Sequential(*layers[first:end])
 
 
 class ModuleStage:
@@ -59,7 +61,9 @@ class ModuleStage:
     backward."""
 
     def __init__(self, layers, is_last, microbatches=MICROBATCHES):
-        self.layers, self.is_last, self.microbatches = layers, is_last, microbatches
+        self.layers = layers
+        self.is_last = is_last
+        self.microbatches = microbatches
         self.losses = defaultdict(float)  # by batch
 
     def receive_buffer(self):
@@ -80,19 +84,26 @@ class ModuleStage:
         return None if received is None else received.grad
 
 
+def copies(params):
+    return [param.detach().clone() for param in params]
+
+
+def square_of(gradients):
+    return sum(gradient.square().sum() for gradient in gradients)
+
+
 def make_step(params, gather):
     """The step of one stage: clip by the norm over all stages, Adam on main parameters,
     write the weights to `target`.
 
     gather: from a tensor of this stage to the list of all stages' tensors
     """
-    mains = [param.detach().clone() for param in params]
+    mains = copies(params)
     adam = torch.optim.Adam(mains, lr=1e-2)
 
     def step(gradients, target):
-        norm = sum(
-            gather(sum(gradient.square().sum() for gradient in gradients))
-        ).sqrt()
+        square = square_of(gradients)
+        norm = sum(gather(square)).sqrt()
         for main, gradient in zip(mains, gradients):
             main.grad = gradient * (CLIP / norm).clamp(max=1)
         adam.step()
@@ -119,35 +130,28 @@ def train(schedule, shape, index, neighbours, gather, make_update=late_update):
         pipeline.run(iteration)
     neighbours.flush()
     stores.bind_newest()
-    return list(stage.losses.values()), [
-        param.detach().clone() for param in stores.params
-    ]
+    return list(stage.losses.values()), copies(stores.params)
 
 
 def reference(stages):
     """2BW without a pipeline: W(j+1) = W(j) - update(gradient of batch j at W(max(j-1,
     0))) (paper, section 3.1)."""
     parts = [layers_of(stage, stages) for stage in range(stages)]
-    model, weights, squares = ModuleStage(nn.Sequential(*parts), is_last=True), [], []
-    steps = [
-        make_step(list(part.parameters()), lambda square: squares) for part in parts
-    ]
-    weights.append(
-        [[param.detach().clone() for param in part.parameters()] for part in parts]
-    )
+    model = ModuleStage(nn.Sequential(*parts), is_last=True)
+    params = [list(part.parameters()) for part in parts]
+    squares = []
+    steps = [make_step(own, lambda square: squares) for own in params]
+    weights = [[copies(own) for own in params]]  # of each version, by stage
     for batch in range(ITERATIONS):
-        for part, values in zip(parts, weights[max(batch - 1, 0)]):
-            for param, value in zip(part.parameters(), values):
-                param.data, param.grad = value, None
+        for own, values in zip(params, weights[max(batch - 1, 0)]):
+            for param, value in zip(own, values):
+                param.data = value
+                param.grad = None
         for microbatch in range(batch * MICROBATCHES, (batch + 1) * MICROBATCHES):
             model.backward(microbatch, None, model.forward(microbatch, None), None)
-        gradients = [[param.grad for param in part.parameters()] for part in parts]
-        squares[:] = [
-            sum(gradient.square().sum() for gradient in own) for own in gradients
-        ]
-        weights.append(
-            [[torch.empty_like(value) for value in own] for own in weights[0]]
-        )
+        gradients = [[param.grad for param in own] for own in params]
+        squares[:] = map(square_of, gradients)
+        weights.append([copies(own) for own in weights[0]])  # the steps fill them
         for step, own, target in zip(steps, gradients, weights[-1]):
             step(own, target)
     return list(model.losses.values())
@@ -158,22 +162,20 @@ def main(rank, stages, init_method):
     dist.init_process_group(
         "gloo", init_method=init_method, rank=rank, world_size=stages
     )
-    # the step needs a group of its own
-    neighbours, group = connect(list(range(stages)), rank), dist.new_group()
+    neighbours = connect(list(range(stages)), rank)
+    group = dist.new_group()  # the step needs one of its own
 
     def gather(tensor):
         tensors = [torch.empty_like(tensor) for _ in range(stages)]
         dist.all_gather(tensors, tensor, group=group)
         return tensors
 
-    losses, _ = train(
-        TwoBW(), Shape(stages, MICROBATCHES, 0, ITERATIONS), rank, neighbours, gather
-    )
+    shape = Shape(stages, MICROBATCHES, 0, ITERATIONS)
+    losses, _ = train(TwoBW(), shape, rank, neighbours, gather)
     if rank == stages - 1:
         print(f"batch   loss, {stages} stages   loss, one process")
-        for batch, (loss, expected) in enumerate(
-            zip(losses, reference(stages), strict=True)
-        ):
+        pairs = zip(losses, reference(stages), strict=True)
+        for batch, (loss, expected) in enumerate(pairs):
             same = "the same bits" if torch.equal(loss, expected) else "DIFFERENT"
             print(f"{batch:5}   {loss:14.8f}   {expected:17.8f}   {same}")
     dist.barrier()
@@ -195,6 +197,5 @@ if __name__ == "__main__":
         main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://")
     else:
         with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(
-                main, (stages, f"file://{folder}/store"), nprocs=stages
-            )
+            store = f"file://{folder}/store"
+            torch.multiprocessing.spawn(main, (stages, store), nprocs=stages)

@@ -2,18 +2,16 @@
 and measures the accuracy.
 
     python scripts/finetune_bert.py --task mnli --model HF_DIR --seeds 1,2,3
-    python scripts/finetune_bert.py --task race --model HF_DIR --dataset DIR         #
-    DIR/train.jsonl, validation.jsonl
-    torchrun --nproc-per-node 8 scripts/finetune_bert.py --task race --model HF_DIR
-    --bf16
-    python scripts/finetune_bert.py --task choice --model HF_DIR                     #
-    without a download
+    python scripts/finetune_bert.py --task race --model HF_DIR --dataset DIR
+    torchrun --nproc-per-node 8 scripts/finetune_bert.py --task race --model HF_DIR --bf16
+    python scripts/finetune_bert.py --task choice --model HF_DIR   # without a download
 
-All other flags are those of transformers' TrainingArguments, whose defaults here are
-the task's settings in scripts/paper.yaml. After any end the same command continues from
-the last whole checkpoint of a seed, and without the seeds that have ended. `choice` and
-`order` are made of the built-in corpus; their validation examples are of the documents
-that --split 90,10,0 keeps out of pretraining too.
+--dataset has train.jsonl and validation.jsonl. All other flags are those of
+transformers' TrainingArguments, whose defaults here are the task's settings in
+scripts/paper.yaml. After any end the same command continues from the last whole
+checkpoint of a seed, and without the seeds that have ended. `choice` and `order` are
+made of the built-in corpus; their validation examples are of the documents that --split
+90,10,0 keeps out of pretraining too.
 
 Invariant: results.json in --out holds the accuracies of one model under one group of
 settings, and only of seeds that ended normally. An input is [CLS] first [SEP] second
@@ -22,27 +20,29 @@ settings, and only of seeds that ended normally. An input is [CLS] first [SEP] s
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import dataclasses
+import functools
 import hashlib
+import itertools
 import json
 import os
 import random
 import shutil
 import sys
-from collections.abc import Mapping
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron_2bw.base.errors import UserError, run_program, words
 from megatron_2bw.base.files import write_json
 from megatron_2bw.run.start.torchrun import ROOT
 from megatron_2bw.tools.data.corpus import DEFAULT_MAX_BYTES, read_library
-from scripts.paper_data import PAPER
+from scripts.paper_data import PAPER, Row
 
-TASKS: dict[str, dict[str, Any]] = PAPER["finetuning"]
+TASKS: dict[str, Row] = PAPER["finetuning"]
 LINES = 2  # of a span
 Pairs = list[tuple[str, str]]
 
@@ -51,7 +51,7 @@ Pairs = list[tuple[str, str]]
 # --------------------------------------------------------------------------------------
 
 
-def example(task: str, row: Mapping[str, Any]) -> tuple[Pairs, int]:
+def example(task: str, row: Row) -> tuple[Pairs, int]:
     """(pairs, label) of a row as its dataset has it: one pair, or one for each
     choice."""
     if task == "mnli":
@@ -61,11 +61,10 @@ def example(task: str, row: Mapping[str, Any]) -> tuple[Pairs, int]:
     # RACE: the answer fills the question's gap, else follows it; it comes before the
     # article, as in Megatron's data.
     question = row["question"]
-    filled = [
-        question.replace("_", text) if "_" in question else f"{question} {text}"
-        for text in row["options"]
-    ]
-    return [(text, row["article"]) for text in filled], "ABCD".index(row["answer"])
+    if "_" not in question:
+        question += " _"
+    pairs = [(question.replace("_", text), row["article"]) for text in row["options"]]
+    return pairs, "ABCD".index(row["answer"])
 
 
 def load(task: str, name: str | None) -> Any:
@@ -75,19 +74,15 @@ def load(task: str, name: str | None) -> Any:
 
     spec = TASKS[task]
     if name is None and "dataset" not in spec:
-        return {
-            split: datasets.Dataset.from_list(rows)
-            for split, rows in small_task(task).items()
-        }
-    if name and Path(name).is_dir():
-        files = {
-            split: str(Path(name, f"{split}.jsonl"))
-            for split in ("train", *spec["validation"])
-        }
-        return datasets.load_dataset("json", data_files=files)
-    return datasets.load_dataset(
-        name or spec["dataset"], None if name else spec.get("config")
-    )
+        rows = small_task(task)
+        return {split: datasets.Dataset.from_list(rows[split]) for split in rows}
+    if name is None:
+        return datasets.load_dataset(spec["dataset"], spec.get("config"))
+    if not Path(name).is_dir():
+        return datasets.load_dataset(name)
+    splits = ("train", *spec["validation"])
+    files = {split: str(Path(name, f"{split}.jsonl")) for split in splits}
+    return datasets.load_dataset("json", data_files=files)
 
 
 def encoded(task: str, rows: Any, tokenizer: Any, length: int) -> Any:
@@ -97,56 +92,59 @@ def encoded(task: str, rows: Any, tokenizer: Any, length: int) -> Any:
     Rows without a label (-1) are left out.
     """
 
-    def encode(row: dict[str, Any]) -> dict[str, Any]:
+    def encode(row: Row) -> Row:
         pairs, label = example(task, row)
-        inputs = tokenizer(
-            *zip(*pairs), truncation=True, max_length=length, return_token_type_ids=True
+        first, second = zip(*pairs)
+        columns = tokenizer(
+            first,
+            second,
+            truncation=True,
+            max_length=length,
+            return_token_type_ids=True,
         )
-        return {
-            name: value if len(value) > 1 else value[0]
-            for name, value in inputs.items()
-        } | {"label": label}
+        if len(pairs) == 1:
+            columns = {name: value[0] for name, value in columns.items()}
+        return {**columns, "label": label}
 
-    return rows.map(encode, remove_columns=rows.column_names).filter(
-        lambda row: row["label"] >= 0
-    )
+    def labelled(row: Row) -> bool:
+        return row["label"] >= 0
+
+    return rows.map(encode, remove_columns=rows.column_names).filter(labelled)
 
 
 def spans(text: str) -> list[str]:
     """The text as consecutive spans of LINES lines that are not empty."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return [
-        " ".join(lines[at : at + LINES])
-        for at in range(0, len(lines) - LINES + 1, LINES)
+        " ".join(span) for span in itertools.batched(lines, LINES) if len(span) == LINES
     ]
 
 
-def small_task(
-    task: str, max_bytes: int = DEFAULT_MAX_BYTES
-) -> dict[str, list[dict[str, Any]]]:
+def small_task(task: str, max_bytes: int = DEFAULT_MAX_BYTES) -> dict[str, list[Row]]:
     """Rows of a span and others. choice: of four one follows it (the label), and three
     are of other documents. order: one that follows it (0), comes before it (1), or is
     of another document (2)."""
-    documents, rows = [spans(text) for text in read_library(max_bytes)], {}
-    at, choices = len(documents) * 9 // 10, TASKS[task].get("choices", 3)
+    documents = [spans(text) for text in read_library(max_bytes)]
+    at = len(documents) * 9 // 10
+    choices = TASKS[task].get("choices", 3)
+    rows = {}
     for split, own in (("train", documents[:at]), ("validation", documents[at:])):
         own = [document for document in own if len(document) > 1]
-        draw, rows[split] = random.Random(f"{task} {split}"), []
+        draw = random.Random(f"{task} {split}")
+        rows[split] = []
         for _ in range(TASKS[task]["examples"]):
             document = draw.choice(own)
             place = draw.randrange(len(document) - 1)
-            others = draw.sample(
-                [other for other in own if other is not document], choices - 1
-            )
+            rest = [other for other in own if other is not document]
+            others = draw.sample(rest, choices - 1)
             label = draw.randrange(choices)
             endings = [draw.choice(other) for other in others]
-            first, then = document[place : place + 2]
-            if task == "order":
-                first, *endings = [[first, then], [then, first], [first, endings[0]]][
-                    label
-                ]
+            first, following = document[place : place + 2]
+            if task == "choice":
+                endings.insert(label, following)
             else:
-                endings.insert(label, then)
+                endings = [[following], [first], endings[:1]][label]
+                first = following if label == 1 else first
             rows[split].append({"text": first, "endings": endings, "label": label})
     return rows
 
@@ -171,29 +169,21 @@ def tokenizer_of(folder: str) -> Any:
     return tokenizer
 
 
-def open_model(folder: Path, spec: dict[str, Any]) -> Any:
+def open_model(folder: Path, spec: Row) -> Any:
     """The pretrained model with a new head, which the seed of torch draws. Raises
     UserError if anything else is new."""
     import torch
     import transformers
 
-    kind, labels = (
-        ("MultipleChoice", {})
-        if "choices" in spec
-        else ("SequenceClassification", {"num_labels": 3})
-    )
-    load = getattr(transformers, f"MegatronBertFor{kind}").from_pretrained
-    model, loaded = load(
-        folder, output_loading_info=True, dtype=torch.float32, **labels
-    )
-    if lacking := [
-        name
-        for name in loaded["missing_keys"]
-        if not name.startswith(("classifier.", "bert.pooler."))
-    ]:
-        raise UserError(
-            f"--model {folder}: it lacks {sorted(lacking)[0]} of a MegatronBert"
-        )
+    options = {"output_loading_info": True, "dtype": torch.float32}
+    kind = transformers.MegatronBertForMultipleChoice
+    if "choices" not in spec:
+        kind = transformers.MegatronBertForSequenceClassification
+        options["num_labels"] = 3
+    model, loaded = kind.from_pretrained(folder, **options)
+    for name in sorted(loaded["missing_keys"]):
+        if not name.startswith(("classifier.", "bert.pooler.")):
+            raise UserError(f"--model {folder}: it lacks {name} of a MegatronBert")
     # The loss is a mean, though forward takes any keyword: the Trainer must divide it
     # by the number of microbatches.
     model.accepts_loss_kwargs = False
@@ -203,20 +193,15 @@ def open_model(folder: Path, spec: dict[str, Any]) -> Any:
 def last_checkpoint(folder: Path) -> str | None:
     """The newest whole checkpoint: the Trainer writes trainer_state.json last, and a
     kill may have cut it."""
-    for path in sorted(
-        folder.glob("checkpoint-*"), key=lambda path: -int(path.name.split("-")[1])
-    ):
-        try:
+    newest = (0, None)
+    for path in folder.glob("checkpoint-*"):
+        with contextlib.suppress(OSError, ValueError):
             json.loads((path / "trainer_state.json").read_text())
-            return str(path)
-        except (OSError, ValueError):
-            continue
-    return None
+            newest = max(newest, (int(path.name.split("-")[1]), str(path)))
+    return newest[1]
 
 
-def finetune(
-    options: argparse.Namespace, seed: str, data: Any, tokenizer: Any
-) -> dict[str, Any]:
+def finetune(options: Namespace, seed: str, data: Any, tokenizer: Any) -> Row:
     """The result of a seed: accuracies in percent, of all examples and of each split if
     there are several.
 
@@ -224,98 +209,96 @@ def finetune(
     """
     import transformers
 
-    spec, folder = TASKS[options.task], options.out / f"seed{seed}"
+    task = options.task
+    spec = TASKS[task]
+    folder = options.out / f"seed{seed}"
     transformers.set_seed(int(seed))
     model = open_model(options.model, spec)
     length = min(spec["length"], model.config.max_position_embeddings)
-    arguments = {
-        each.name: getattr(options, each.name)
-        for each in dataclasses.fields(transformers.TrainingArguments)
-    }
-    arguments |= {"output_dir": str(folder), "seed": int(seed)}
-    collator = getattr(
-        transformers,
-        f"DataCollator{'ForMultipleChoice' if 'choices' in spec else 'WithPadding'}",
-    )
-    splits = {
-        name: encoded(options.task, data[name], tokenizer, length)
-        for name in ("train", *spec["validation"])
-    }
-    arguments = transformers.TrainingArguments(**arguments)
+    arguments = {"output_dir": str(folder), "seed": int(seed)}
+    for field in dataclasses.fields(transformers.TrainingArguments):
+        arguments.setdefault(field.name, getattr(options, field.name))
+    collator = transformers.DataCollatorWithPadding
+    if "choices" in spec:
+        collator = transformers.DataCollatorForMultipleChoice
+    splits = {}
+    for name in ("train", *spec["validation"]):
+        splits[name] = encoded(task, data[name], tokenizer, length)
     trainer = transformers.Trainer(
-        model, arguments, collator(tokenizer), splits.pop("train")
+        model,
+        transformers.TrainingArguments(**arguments),
+        collator(tokenizer),
+        splits.pop("train"),
     )
     checkpoint = last_checkpoint(folder)
-    print(
-        f"finetune_bert.py: {options.task} seed {seed}: starts from {checkpoint or 'the model'}",
-        flush=True,
-    )
+    begin = checkpoint or "the model"
+    print(f"finetune_bert.py: {task} seed {seed}: starts from {begin}", flush=True)
     trainer.train(resume_from_checkpoint=checkpoint)
-    digest, right = hashlib.sha256(), {}
+    digest = hashlib.sha256()
+    accuracy = {"all": 0.0}
+    hits: list[bool] = []
     for name, split in splits.items():
         found = trainer.predict(split)
         digest.update(found.predictions.tobytes())
-        right[name] = (found.predictions.argmax(-1) == found.label_ids).tolist()
-    right = {"all": sum(right.values(), [])} | (right if len(right) > 1 else {})
-    accuracy = {name: 100 * sum(hits) / len(hits) for name, hits in right.items()}
+        right = (found.predictions.argmax(-1) == found.label_ids).tolist()
+        accuracy[name] = 100 * sum(right) / len(right)
+        hits += right
+    accuracy["all"] = 100 * sum(hits) / len(hits)
+    if len(splits) == 1:
+        del accuracy[name]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    found = {
+    return {
         "accuracy": accuracy,
         "steps": trainer.state.global_step,
         "loss": losses[-1] if losses else None,
+        "logits": digest.hexdigest()[:16],
     }
-    return found | {"logits": digest.hexdigest()[:16]}
 
 
-def run(options: argparse.Namespace) -> int:
-    path, first = options.out / "results.json", os.environ.get("RANK", "0") == "0"
-    settings = {
-        name: str(value)
-        for name, value in vars(options).items()
-        if name not in ("out", "seeds")
-    }
-    content = (
-        json.loads(path.read_text())
-        if path.exists()
-        else {"settings": settings, "seeds": {}}
-    )
+def run(options: Namespace) -> int:
+    path = options.out / "results.json"
+    first = os.environ.get("RANK", "0") == "0"
+    settings = {name: str(value) for name, value in vars(options).items()}
+    del settings["out"], settings["seeds"]
+    content = {"settings": settings, "seeds": {}}
+    if path.exists():
+        content = json.loads(path.read_text())
     if content["settings"] != settings:
         raise UserError(
             f"--out {options.out}: it holds results of other settings; give another --out"
         )
+    results = content["seeds"]
     if first:  # also for the checkpoints, which are of the same settings
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, content)
-    if waiting := [seed for seed in options.seeds if seed not in content["seeds"]]:
-        tokenizer, data = (
-            tokenizer_of(str(options.model)),
-            load(options.task, options.dataset),
-        )
+    waiting = [seed for seed in options.seeds if seed not in results]
+    if waiting:
+        tokenizer = tokenizer_of(str(options.model))
+        data = load(options.task, options.dataset)
     for seed in waiting:
-        content["seeds"][seed] = finetune(options, seed, data, tokenizer)
+        results[seed] = finetune(options, seed, data, tokenizer)
         if first:
             write_json(path, content)
             # checkpoints
             shutil.rmtree(options.out / f"seed{seed}", ignore_errors=True)
     for seed in options.seeds if first else ():
-        parts = ", ".join(
-            f"{name} {value:.2f} %"
-            for name, value in content["seeds"][seed]["accuracy"].items()
-        )
+        accuracy = results[seed]["accuracy"].items()
+        parts = ", ".join(f"{name} {value:.2f} %" for name, value in accuracy)
         print(f"finetune_bert.py: {options.task} seed {seed}: {parts}", flush=True)
     return 0
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse(argv: list[str]) -> Namespace:
     from transformers import HfArgumentParser, TrainingArguments
 
     parser = HfArgumentParser(
         TrainingArguments, description=__doc__.splitlines()[0], allow_abbrev=False
     )
     option = parser.add_argument
+    tasks = tuple(TASKS)
     option(
         "--task",
-        choices=tuple(TASKS),
+        choices=tasks,
         required=True,
         help="choice, order: of the built-in corpus",
     )
@@ -348,31 +331,28 @@ def parse(argv: list[str]) -> argparse.Namespace:
         **spec["train"],
     )
     options = parser.parse_args(argv)
-    each = options.per_device_train_batch_size = min(
-        options.per_device_train_batch_size, options.batch
-    )
-    options.gradient_accumulation_steps, rest = divmod(
-        options.batch, each * int(os.environ.get("WORLD_SIZE", "1"))
-    )
+    each = min(options.per_device_train_batch_size, options.batch)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    steps, rest = divmod(options.batch, each * processes)
     if rest:
         parser.error(
             f"--batch {options.batch}: the processes with "
             "--per_device_train_batch_size do not divide it"
         )
+    options.per_device_train_batch_size = each
+    options.gradient_accumulation_steps = steps
     options.model = options.model.resolve()
-    options.out = (
-        options.out
-        or ROOT / "out" / "finetune" / f"{options.task}-{options.model.name}"
-    )
+    if options.out is None:
+        name = f"{options.task}-{options.model.name}"
+        options.out = ROOT / "out" / "finetune" / name
     return options
 
 
 def main(argv: list[str] | None = None) -> int:
     """The exit code: 0, 1 if it failed, 2 for a wrong option, 130 if interrupted."""
     options = parse(sys.argv[1:] if argv is None else argv)
-    return run_program(
-        "finetune_bert.py", lambda: run(options), "the same command continues from here"
-    )
+    again = "the same command continues from here"
+    return run_program("finetune_bert.py", functools.partial(run, options), again)
 
 
 if __name__ == "__main__":

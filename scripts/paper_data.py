@@ -7,28 +7,29 @@ global batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from megatron_2bw.base.files import read_yaml
 from megatron_2bw.tools.planner.cost.simulated import Cost
 from megatron_2bw.tools.planner.descriptions.cluster import Cluster
 from megatron_2bw.tools.planner.descriptions.cluster_file import named_cluster
 from megatron_2bw.tools.planner.descriptions.model import FLAGS, preset
 from megatron_2bw.tools.planner.descriptions.plan import Plan
 
-PAPER = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text())
+Row = dict[str, Any]
+
+PAPER: Row = read_yaml(Path(__file__).with_name("paper.yaml"))
 # The systems of section 5.2: the schedule, and whether the model is split into stages
 # or by tensor parallelism.
 SYSTEMS = {
     name: (system["schedule"], system["split"] == "stages")
     for name, system in PAPER["systems"].items()
 }
-MICROBATCHES = tuple(PAPER["microbatches"])
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class Panel:
     """Runs of one model on one cluster, `parallel` GPUs a copy of it, at several global
     batch sizes.
 
-    microbatches, systems, recompute  what the runs differ in; of the first two, all if
-    empty. recompute is none, full
-                (every layer) or stage (the paper's: only the inputs of stages are kept)
+    microbatches, systems  what the runs differ in; all if empty
+    recompute   none, full (every layer) or stage (the paper's: only the inputs of
+                stages are kept)
     shape       (field, number) pairs that replace fields of the model
     precision   the caller's choice if empty
     cluster     of the planner: a preset, or a YAML file
@@ -70,25 +71,17 @@ class Panel:
     label: str = ""
 
     @classmethod
-    def of(cls, entries: Mapping[str, Any]) -> Panel:
+    def of(cls, entries: Row) -> Panel:
         """From YAML or JSON, which have lists; entries of other versions are left
         out."""
-        shape = entries.get("shape", ())
-        shape = [*shape.items()] if isinstance(shape, dict) else shape
-        entries = {"gpus_per_server": PAPER["gpus_per_server"]} | dict(
-            entries, shape=[tuple(pair) for pair in shape]
-        )
-        known = {
-            name: entry
-            for name, entry in entries.items()
-            if name in cls.__dataclass_fields__
-        }
-        return cls(
-            **{
-                name: tuple(entry) if isinstance(entry, list) else entry
-                for name, entry in known.items()
-            }
-        )
+        entries = {"gpus_per_server": PAPER["gpus_per_server"], "shape": {}, **entries}
+        values = {}
+        for field in fields(cls):
+            if field.name in entries:
+                value = entries[field.name]
+                values[field.name] = tuple(value) if isinstance(value, list) else value
+        values["shape"] = tuple(dict(values["shape"]).items())
+        return cls(**values)
 
     @property
     def gpus(self) -> int:
@@ -97,13 +90,12 @@ class Panel:
     @property
     def flags(self) -> list[str]:
         """Megatron's flags of `shape`."""
-        words = [f"{FLAGS[name]} {number}" for name, number in self.shape]
-        words += [
-            f"--max-position-embeddings {number}"
-            for name, number in self.shape
-            if name == "sequence"
-        ]
-        return " ".join(words).split()
+        words = []
+        for name, number in self.shape:
+            words += [FLAGS[name], str(number)]
+            if name == "sequence":
+                words += ["--max-position-embeddings", str(number)]
+        return words
 
 
 @dataclass(frozen=True)
@@ -138,7 +130,7 @@ READINGS = [Reading(**entry) for entry in PAPER["readings"]]
 
 
 class FreeMessages(Cost):
-    """Of stages whose messages take no time."""
+    """The cost with messages that take no time."""
 
     def _messages(self, plan: Plan) -> list[tuple[float, float]]:
         return [(0.0, 0.0)] * plan.depth
@@ -152,17 +144,15 @@ def cost_of(
     reading: Reading = FIRST,
     *shape: tuple[str, int],
 ) -> Cost:
-    """Of a preset's model on a cluster, or on so many of the paper's servers. The
-    paper's code did not sum the gradients of tied embeddings over stages."""
+    """The cost of a preset's model on a cluster, or on so many of the paper's servers.
+    The paper's code did not sum the gradients of tied embeddings over stages."""
     if isinstance(cluster, int):
         cluster = replace(named_cluster("p3.16xlarge"), servers=cluster)
-    derived = dict(groups=0, head_size=0, ffn=0)  # from heads and hidden
-    model = replace(
-        preset(name), tied=False, **derived, **{"sequence": 512, **dict(shape)}
-    )
-    cost = (FreeMessages if reading.free else Cost)(
-        model, cluster, precision, margin=reading.margin
-    )
+    sizes = {"sequence": 512, **dict(shape)}
+    # groups, head_size and ffn follow from heads and hidden
+    model = replace(preset(name), tied=False, groups=0, head_size=0, ffn=0, **sizes)
+    kind = FreeMessages if reading.free else Cost
+    cost = kind(model, cluster, precision, margin=reading.margin)
     cost.channels = reading.channels or cost.channels
     return cost
 
@@ -180,28 +170,25 @@ class Run:
 
     @property
     def name(self) -> str:
-        system = self.system.lower().replace(" ", "-")
-        sizes = f"batch{self.batch}-micro{self.microbatch}"
-        recompute = self.recompute if self.recompute != "full" else ""
-        return "-".join(
-            filter(
-                None,
-                [
-                    self.panel.figure,
-                    self.panel.model,
-                    system,
-                    sizes,
-                    recompute,
-                    self.panel.label,
-                ],
-            )
-        )
+        parts = [
+            self.panel.figure,
+            self.panel.model,
+            self.system.lower().replace(" ", "-"),
+            f"batch{self.batch}-micro{self.microbatch}",
+            self.recompute.replace("full", ""),
+            self.panel.label,
+        ]
+        return "-".join(filter(None, parts))
 
     def cost_of(self, reading: Reading) -> Cost:
-        """Of the planner, on the panel's GPUs."""
+        """The planner's cost on the panel's GPUs."""
         panel = self.panel
-        sizes = {"servers": panel.servers, "gpus_per_server": panel.gpus_per_server}
-        cluster = replace(named_cluster(panel.cluster), **sizes, profile=None)
+        cluster = replace(
+            named_cluster(panel.cluster),
+            servers=panel.servers,
+            gpus_per_server=panel.gpus_per_server,
+            profile=None,
+        )
         precision = panel.precision or PAPER["training"]["precision"]
         return cost_of(panel.model, cluster, precision, reading, *panel.shape)
 
@@ -211,57 +198,59 @@ class Run:
 
     def speed(self) -> float:
         """Samples/s, whether it fits or not."""
-        plan, clock = (
-            self.plan,
-            self.cost_of(FIRST) if self.reading.of_memory else self.cost,
-        )
+        plan = self.plan
+        cost = self.cost_of(FIRST) if self.reading.of_memory else self.cost
         if self.reading.ahead:
             plan = plan.changed(extra_warmup=self.cost.extra_warmup(plan))
-        orders = [plan, plan.changed(pipeline_inside=True)][: 1 + self.reading.both]
-        return plan.global_batch / min(map(clock.seconds, orders))
+        seconds = cost.seconds(plan)
+        if self.reading.both:
+            seconds = min(seconds, cost.seconds(plan.changed(pipeline_inside=True)))
+        return plan.global_batch / seconds
 
     @cached_property
     def plan(self) -> Plan | None:
         """The sizes; None if the microbatches do not divide the batch or, with 2BW, do
         not fill the stages."""
         schedule, staged = SYSTEMS[self.system]
-        tensor, depth = (1, self.panel.parallel) if staged else (self.panel.parallel, 1)
-        width = self.panel.gpus // self.panel.parallel
-        microbatches, rest = (
-            divmod(self.batch, self.microbatch * width) if width else (0, 0)
-        )
-        if rest or not microbatches or schedule == "2bw" and microbatches < depth:
+        parallel = self.panel.parallel
+        width = self.panel.gpus // parallel
+        if not width or self.batch % (self.microbatch * width):
             return None
-        stage = self.recompute == "stage"
         plan = Plan(
-            *(tensor, depth, width, self.microbatch, microbatches),
-            recompute="full" if stage else self.recompute,
-            schedule=schedule,
-            recompute_layers=self.cost.model.layers // depth if stage else 1,
+            1 if staged else parallel,
+            parallel if staged else 1,
+            width,
+            self.microbatch,
+            self.batch // (self.microbatch * width),
+            self.recompute,
+            schedule,
         )
-        size = (
-            self.cost.gpipe_round(plan)
-            if schedule == "gpipe" and self.panel.rounds
-            else None
-        )
-        return plan.changed(gpipe_round=size) if size else plan
+        if schedule == "2bw" and plan.microbatches < plan.depth:
+            return None
+        if self.recompute == "stage":
+            layers = self.cost.model.layers // plan.depth
+            plan = plan.changed(recompute="full", recompute_layers=layers)
+        if schedule == "gpipe" and self.panel.rounds:
+            plan = plan.changed(gpipe_round=self.cost.gpipe_round(plan))
+        return plan
 
-    def row(self) -> dict[str, Any]:
-        plan, panel = self.plan, self.panel
-        row = {
-            "figure": panel.figure,
-            "model": panel.model,
+    def row(self) -> Row:
+        plan = self.plan
+        return {
+            "figure": self.panel.figure,
+            "model": self.panel.model,
             "system": self.system,
             "schedule": plan.schedule,
+            "servers": self.panel.servers,
+            "gpus": plan.gpus,
+            "tensor": plan.tensor,
+            "depth": plan.depth,
+            "width": plan.width,
+            "microbatch": plan.microbatch,
+            "recompute": self.recompute,
+            "round": plan.gpipe_round or "",
+            "batch": self.batch,
         }
-        row |= {"servers": panel.servers, "gpus": plan.gpus}
-        row |= {
-            name: getattr(plan, name)
-            for name in ("tensor", "depth", "width", "microbatch")
-        }
-        row["recompute"] = self.recompute
-        row["round"] = plan.gpipe_round or ""
-        return row | {"batch": self.batch}
 
 
 def grid(
@@ -271,18 +260,19 @@ def grid(
     reading: Reading = FIRST,
 ) -> list[Run]:
     """All runs that are legal. microbatches: instead of the panels' own."""
-    runs = [
-        Run(panel, system, batch, microbatch, recompute, reading)
-        for panel in panels
-        for batch in panel.batches
-        for system in panel.systems or systems
-        if system in systems
-        for microbatch in microbatches or panel.microbatches or MICROBATCHES
-        for recompute in panel.recompute
-    ]
-    return [run for run in runs if run.plan is not None]
+    runs = []
+    for panel in panels:
+        sizes = microbatches or panel.microbatches or PAPER["microbatches"]
+        chosen = [name for name in panel.systems or systems if name in systems]
+        for batch, system, size, recompute in itertools.product(
+            panel.batches, chosen, sizes, panel.recompute
+        ):
+            run = Run(panel, system, batch, size, recompute, reading)
+            if run.plan is not None:
+                runs.append(run)
+    return runs
 
 
 def panels(figure: str) -> list[Panel]:
-    """Of a figure or table of paper.yaml; none if nothing of it is trained."""
+    """The runs of a figure or table of paper.yaml; none if nothing of it is trained."""
     return [Panel.of(entries) for entries in PAPER["figures"][figure].get("runs", ())]

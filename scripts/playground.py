@@ -51,30 +51,33 @@ PACKAGE = (
 )
 OTHER = Path(annotated_types.__file__)
 SIZES = [{"stages": d, "microbatches": m} for d in (2, 4, 8) for m in (4, 8, 16)]
-CURVES = [{"ask": "curve", "over": over} for over in ("microbatches", "transfer")]
-ASKED = ({"ask": "timelines"}, {"ask": "figures"}, *CURVES)
+ASKED = (
+    {"ask": "timelines"},
+    {"ask": "figures"},
+    {"ask": "curve", "over": "microbatches"},
+    {"ask": "curve", "over": "transfer"},
+)
+Answers = dict[str, Any]
 
 
-def key(request: dict[str, Any]) -> str:
+def key(request: Answers) -> str:
     """The name of a request in the grid, as docs/playground/python.js has it."""
-    return json.dumps(
-        {name: request[name] for name in sorted(request)}, separators=(",", ":")
-    )
+    return json.dumps(request, separators=(",", ":"), sort_keys=True)
 
 
-def grid(sizes: dict[str, Any]) -> dict[str, Any]:
+def grid(sizes: Answers) -> Answers:
     """The answers for all schedules with these parameters, by key. Defaults and the
     schedules are not in a key."""
-    defaults = vars(answers.Parameters())
-    given = {
-        name: value
-        for name, value in sizes.items()
-        if name != "schedules" and value != defaults[name]
-    }
     every = {"schedules": list(answers.SCHEDULES)}
-    return {
-        key(asked | given): answers.answer(asked | given | every) for asked in ASKED
-    }
+    defaults = vars(answers.Parameters())
+    found = {}
+    for asked in ASKED:
+        request = dict(asked)
+        for name, value in sizes.items():
+            if name != "schedules" and value != defaults[name]:
+                request[name] = value
+        found[key(request)] = answers.answer(request | every)
+    return found
 
 
 def build(out: Path) -> None:
@@ -83,28 +86,27 @@ def build(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     first = {"presets": presets, "grid": grid({})}
     write_whole(out / "index.html", bundle(SOURCE / "index.html", {"first": first}))
-    rest: dict[str, Any] = {}
-    for sizes in [*SIZES, *(preset["parameters"] for preset in presets)]:
+    rest: Answers = {}
+    for sizes in SIZES:
         rest |= grid(sizes)
+    for preset in presets:
+        rest |= grid(preset["parameters"])
     write_whole(out / "grid.js", f"window.grid={script_json(rest)};\n")
     for name in ("worker.js", "python.js"):
         shutil.copy(SOURCE / name, out)
     archive(out / "megatron_2bw.zip")
-    shutil.copytree(
-        wasm,
-        out / "pyodide",
-        ignore=lambda _, names: {*names} - {*FILES},
-        dirs_exist_ok=True,
-    )
+    (out / "pyodide").mkdir(exist_ok=True)
+    for name in FILES:
+        shutil.copy(wasm / name, out / "pyodide")
 
 
 def archive(path: Path) -> None:
     """answers.py and the package's modules, as they are."""
-    package = ROOT / "megatron_2bw"
+    modules: set[Path] = set()
+    for pattern in PACKAGE:
+        modules |= set(ROOT.glob(f"megatron_2bw/{pattern}"))
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
-        for module in sorted(
-            {module for pattern in PACKAGE for module in package.glob(pattern)}
-        ):
+        for module in sorted(modules):
             file.write(module, module.relative_to(ROOT))
         file.write(SOURCE / "answers.py", "answers.py")
         file.write(OTHER, OTHER.relative_to(OTHER.parents[1]))
@@ -113,28 +115,20 @@ def archive(path: Path) -> None:
 def pyodide() -> Path:
     """The folder of Pyodide, which npm puts into build/."""
     folder = ROOT / "build" / f"pyodide-{PYODIDE}"
-    found = folder / "node_modules" / "pyodide"
-    if not all((found / name).exists() for name in FILES):
-        if shutil.which("npm") is None:
-            raise UserError(
-                "npm is not installed, and Pyodide comes from it: install Node.js"
-            )
-        command = [
-            "npm",
-            "install",
-            "--prefix",
-            str(folder),
-            "--no-audit",
-            "--no-fund",
-            f"pyodide@{PYODIDE}",
-        ]
-        folder.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise UserError(
-                f"npm install pyodide@{PYODIDE}: {done.stderr.strip()[-300:]}"
-            )
-    return found
+    package = folder / "node_modules" / "pyodide"
+    if all((package / name).exists() for name in FILES):
+        return package
+    if shutil.which("npm") is None:
+        raise UserError(
+            "npm is not installed, and Pyodide comes from it: install Node.js"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    command = f"npm install --no-audit --no-fund pyodide@{PYODIDE} --prefix".split()
+    done = subprocess.run([*command, folder], capture_output=True, text=True)
+    if done.returncode:
+        why = done.stderr.strip()[-300:]
+        raise UserError(f"npm install pyodide@{PYODIDE}: {why}")
+    return package
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):

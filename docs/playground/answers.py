@@ -8,6 +8,7 @@ there is no other model of a schedule in it. Pure Python.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -37,46 +38,43 @@ from megatron_2bw.tools.timelines.simulator import (
 from megatron_2bw.tools.timelines.trace import of_events
 from megatron_2bw.tools.timelines.waits import drawn
 
-# The schedules of the page, as fields of a Plan.
-SCHEDULES: dict[str, Callable[[Parameters], dict[str, Any]]] = {
-    "2bw": lambda given: {},
-    "2bw-extra-warmup": lambda given: {"extra_warmup": given.extra_warmup},
-    "2bw-one-slot": lambda given: {"gradient_slots": 1},
-    "2bw-sync-start": lambda given: {},  # but for its start
-    "pipedream-flush": lambda given: {"schedule": "pipedream-flush"},
-    # A round of more microbatches is the whole batch, and the runtime refuses it.
-    "gpipe": lambda given: {
-        "schedule": "gpipe",
-        "gpipe_round": min(given.gpipe_round, given.microbatches),
-    },
-    "no-pipelining": lambda given: {"schedule": "no-pipelining"},
-    "pipedream": lambda given: {"schedule": "pipedream"},
-    "megatron-interleaved": lambda given: {
-        "schedule": "megatron",
-        "virtual": given.chunks,
-    },
-}
+# The schedules of the page, in its order.
+SCHEDULES = (
+    "2bw",
+    "2bw-extra-warmup",
+    "2bw-one-slot",
+    "2bw-sync-start",
+    "pipedream-flush",
+    "gpipe",
+    "no-pipelining",
+    "pipedream",
+    "megatron-interleaved",
+)
 FORWARDS = 50_000  # of one timeline
 MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of the curve
 # of the curve: message by forward and backward
 SHARES = (0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8, 1)
 # The least and the greatest value of each number. Times are real numbers, the others
 # whole ones.
-TIMES = dict.fromkeys(
-    ("forward", "backward", "transfer", "reduce", "step"), (0, 1e6)
-) | {"occupied": (0, 1)}
+TIMES = {
+    "forward": (0, 1e6),
+    "backward": (0, 1e6),
+    "transfer": (0, 1e6),
+    "reduce": (0, 1e6),
+    "step": (0, 1e6),
+    "occupied": (0, 1),
+}
 LIMITS = {
     "stages": (1, 64),
     "microbatches": (1, 512),
     "iterations": (1, 16),
     "extra_warmup": (0, 64),
-}
-LIMITS |= {
     "sync_iterations": (0, 16),
     "gpipe_round": (1, 512),
     "chunks": (2, 16),
     "microbatch": (1, 1024),
-} | TIMES
+    **TIMES,
+}
 # one a stage but for so many
 PLACES = {"forward": 0, "backward": 0, "transfer": 1, "extra_warmup": 1}
 CHOICES = {
@@ -85,6 +83,7 @@ CHOICES = {
     "precision": BYTES,
     "recompute": RECOMPUTE,
 }
+Answer = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -112,51 +111,66 @@ class Parameters:
     recompute: str = "none"
 
     @classmethod
-    def read(cls, given: dict[str, Any]) -> Parameters:
+    def read(cls, request: Answer) -> Parameters:
         """The parameters of a JSON object. UserError names the one that is out of its
         range."""
-        found = cls(**given)
+        given = cls(**request)
         for name, choices in CHOICES.items():
-            if wrong := {
-                value for value in _every(getattr(found, name)) if value not in choices
-            }:
+            wrong = set(_list(getattr(given, name))) - set(choices)
+            if wrong:
                 raise UserError(
                     f"{name}: {min(wrong)} is not one of {', '.join(choices)}"
                 )
-        for name, (least, most) in LIMITS.items():
-            values, count = (
-                _every(getattr(found, name)),
-                found.stages - PLACES[name] if name in PLACES else 1,
-            )
-            kinds = (int, float) if name in TIMES else (int,)
-            if len(values) not in (1, count) or not all(
-                type(x) in kinds and least <= x <= most for x in values
-            ):
-                several = f", or {count}" if count > 1 else ""
-                raise UserError(
-                    f"{name}: give one {kinds[-1].__name__} from {least} to {most:g}{several}"
-                )
-        if not any(_every(found.forward)) or not any(_every(found.backward)):
+        for name in LIMITS:
+            given._check_number(name)
+        if not any(_list(given.forward)) or not any(_list(given.backward)):
             raise UserError("forward and backward must not be 0 on all stages")
-        return replace(found, extra_warmup=tuple(_every(found.extra_warmup)))
+        return replace(given, extra_warmup=tuple(_list(given.extra_warmup)))
+
+    def _check_number(self, name: str) -> None:
+        least, most = LIMITS[name]
+        kinds = (int, float) if name in TIMES else (int,)
+        count = self.stages - PLACES[name] if name in PLACES else 1
+        values = _list(getattr(self, name))
+        right = len(values) in (1, count)
+        for value in values:
+            right = right and type(value) in kinds and least <= value <= most
+        if not right:
+            several = f", or {count}" if count > 1 else ""
+            raise UserError(
+                f"{name}: give one {kinds[-1].__name__} from {least} to {most:g}{several}"
+            )
 
     def plan(self, name: str) -> Plan:
         """The planner's plan of a schedule of the page, on one GPU a stage."""
-        chosen = SCHEDULES[name](self)
-        return Plan(
-            1,
-            self.stages,
-            1,
-            self.microbatch,
-            self.microbatches,
-            self.recompute,
-            **chosen,
+        plan = Plan(
+            tensor=1,
+            depth=self.stages,
+            width=1,
+            microbatch=self.microbatch,
+            microbatches=self.microbatches,
+            recompute=self.recompute,
         )
+        if name == "megatron-interleaved":
+            return replace(plan, schedule="megatron", virtual=self.chunks)
+        if name == "2bw-extra-warmup":
+            return replace(plan, extra_warmup=self.extra_warmup)
+        if name == "2bw-one-slot":
+            return replace(plan, gradient_slots=1)
+        if name == "2bw-sync-start":  # 2bw but for its start
+            return plan
+        if name == "gpipe":
+            # A round of more microbatches is the whole batch, and the runtime refuses
+            # it.
+            size = min(self.gpipe_round, self.microbatches)
+            return replace(plan, schedule=name, gpipe_round=size)
+        return replace(plan, schedule=name)
 
     def schedule(self, name: str, steady: bool = False) -> Schedule:
         """A schedule of the page, or as it is after its start. UserError or
         ScheduleError if these sizes exclude it."""
-        schedule, m = self.plan(name).pipeline, self.microbatches
+        schedule = self.plan(name).pipeline
+        m = self.microbatches
         if self.stages * m * self.iterations * schedule.chunks > FORWARDS:
             raise UserError(
                 f"more than {FORWARDS} forwards: give fewer microbatches, stages or iterations"
@@ -167,12 +181,9 @@ class Parameters:
             )
         if m < schedule.min_microbatches(self.stages):
             validate(schedule, self.shape)  # raises
-        late = name != "2bw-sync-start" or steady
-        return (
-            schedule
-            if late
-            else replace(schedule, sync_iterations=self.sync_iterations)
-        )
+        if name == "2bw-sync-start" and not steady:
+            return replace(schedule, sync_iterations=self.sync_iterations)
+        return schedule
 
     @property
     def shape(self) -> Shape:
@@ -180,18 +191,15 @@ class Parameters:
 
     @property
     def times(self) -> Times:
-        # The link from the last stage to the first, which only interleaved stages use,
-        # is as slow as the slowest.
-        transfer = (
-            [*self.transfer, max(self.transfer, default=0)]
-            if isinstance(self.transfer, list)
-            else self.transfer
-        )
-        occupied = (
-            [self.occupied * t for t in transfer]
-            if isinstance(transfer, list)
-            else self.occupied * transfer
-        )
+        transfer = self.transfer
+        occupied = self.occupied
+        if isinstance(transfer, list):
+            # The link from the last stage to the first, which only interleaved stages
+            # use, is as slow as the slowest.
+            transfer = [*transfer, max(transfer, default=0)]
+            occupied = [occupied * seconds for seconds in transfer]
+        else:
+            occupied *= transfer
         return Times(
             self.forward,
             self.backward,
@@ -202,129 +210,118 @@ class Parameters:
         )
 
 
-def _every(given: Any) -> list[Any]:
-    return given if isinstance(given, list) else [given]
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def answer(request: Answer) -> Answer:
     """The answer to a request: its parameters, and "ask", one of EACH or of ASKED with
     its own options.
 
     {"error": line} if it cannot be answered; of EACH also for a single schedule.
     """
-    given = dict(request)
-    asked = given.pop("ask", "timelines")
-    more = {name: given.pop(name) for name in ("over", "at", "lists") if name in given}
-    if asked in EACH:
-        return _or_error(lambda: _each(Parameters.read(given), asked))
-    return _or_error(lambda: ASKED[asked](Parameters.read(given), **more))
-
-
-def _or_error(work: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    fields = dict(request)
+    asked = fields.pop("ask", "timelines")
+    options = {}
+    for name in ("over", "at", "lists"):
+        if name in fields:
+            options[name] = fields.pop(name)
     try:
-        return work(*args)
+        given = Parameters.read(fields)
     except (UserError, ValueError) as error:
-        return {"error": str(error).split("\n")[0]}
+        return _error(error)
+    if asked not in EACH:
+        return _or_error(ASKED[asked], given, **options)
+    each = {name: _or_error(EACH[asked], given, name) for name in given.schedules}
+    return {asked: each}
 
 
-def _each(given: Parameters, asked: str) -> dict[str, Any]:
-    return {
-        asked: {name: _or_error(EACH[asked], given, name) for name in given.schedules}
-    }
+def _or_error(work: Callable[..., Answer], *args: Any, **options: Any) -> Answer:
+    try:
+        return work(*args, **options)
+    except (UserError, ValueError) as error:
+        return _error(error)
 
 
-def _timeline(given: Parameters, name: str) -> dict[str, Any]:
+def _error(error: Exception) -> Answer:
+    return {"error": str(error).split("\n")[0]}
+
+
+def _timeline(given: Parameters, name: str) -> Answer:
     schedule = given.schedule(name)
-    return drawn(
-        schedule,
-        simulate(schedule, given.shape, given.times),
-        given.stages,
-        given.times,
-    )
+    events = simulate(schedule, given.shape, given.times)
+    return drawn(schedule, events, given.stages, given.times)
 
 
-def _figures(given: Parameters, name: str) -> dict[str, Any]:
-    """Of the steady state, with bytes and command line; in_flight counts the
+def _figures(given: Parameters, name: str) -> Answer:
+    """Figures of the steady state, with bytes and command line; in_flight counts the
     microbatches of all chunks of a stage."""
-    schedule, d, m, times, shape = (
-        given.schedule(name),
-        given.stages,
-        given.microbatches,
-        given.times,
-        given.shape,
-    )
+    schedule = given.schedule(name)
+    d = given.stages
+    m = given.microbatches
+    times = given.times
     seconds = iteration_time(given.schedule(name, steady=True), d, m, times)
-    rounds = (
-        f", in rounds of {given.gpipe_round}"
-        if name == "gpipe" and given.gpipe_round < m
-        else ""
-    )
-    busy = [
-        m * (f + b) / seconds
-        for f, b in zip(times.of("forward", d), times.of("backward", d))
-    ]
+    summary = schedule.summary
+    if name == "gpipe" and given.gpipe_round < m:
+        summary += f", in rounds of {given.gpipe_round}"
+    work = zip(times.of("forward", d), times.of("backward", d))
+    busy = [m * (forward + backward) / seconds for forward, backward in work]
+    versions = []
+    in_flight = []
+    for stage in range(d):
+        versions.append(schedule.max_versions(given.shape, stage))
+        most = schedule.max_in_flight(given.shape, stage)
+        in_flight.append(most / schedule.chunks)
     return {
-        "summary": schedule.summary + rounds,
+        "summary": summary,
         "seconds": seconds,
         "throughput": m / seconds,
         "busy": busy,
         "bubble": max(1 - sum(busy) / d, 0.0),
-        "versions": [schedule.max_versions(shape, stage) for stage in range(d)],
-        "in_flight": [
-            schedule.max_in_flight(shape, stage) / schedule.chunks for stage in range(d)
-        ],
-    } | _memory(given, name)
+        "versions": versions,
+        "in_flight": in_flight,
+        **_memory(given, name),
+    }
 
 
-def _memory(given: Parameters, name: str) -> dict[str, Any]:
+def _memory(given: Parameters, name: str) -> Answer:
     """The planner's bytes of each stage, and Megatron's command line with random data;
     or why there are none."""
-    plan, model = given.plan(name), preset(given.model)
+    plan = given.plan(name)
+    model = preset(given.model)
     # each stage steps alone, so tied embeddings would drift apart
     if not plan.pipeline.global_step:
         model = replace(model, tied=False)
     if model.layers % (plan.depth * plan.virtual):
-        parts = f"{plan.depth} stages" + (
-            f" of {plan.virtual} chunks" if plan.virtual > 1 else ""
-        )
-        return {
-            "bytes": None,
-            "command": None,
-            "reason": f"{model.layers} layers do not divide into {parts}",
-        }
-    found = {
-        "bytes": [
-            asdict(stage)
-            for stage in Memory(model, given.precision, flash=True).stages(plan)
-        ]
-    }
+        parts = f"{plan.depth} stages"
+        if plan.virtual > 1:
+            parts += f" of {plan.virtual} chunks"
+        reason = f"{model.layers} layers do not divide into {parts}"
+        return {"bytes": None, "command": None, "reason": reason}
+    stages = Memory(model, given.precision, flash=True).stages(plan)
+    found: Answer = {"bytes": [asdict(stage) for stage in stages]}
     # the entry script refuses it
     if given.precision == "fp16" and not plan.pipeline.global_step:
-        return found | {
-            "command": None,
-            "reason": "each stage would scale the loss by itself: choose bf16 or fp32",
-        }
-    words = [
-        "megatron-2bw",
-        "train",
-        model.kind,
-        *model.flags(),
-        *plan.flags(given.precision),
-    ]
+        reason = "each stage would scale the loss by itself: choose bf16 or fp32"
+        return found | {"command": None, "reason": reason}
+    words = ["megatron-2bw", "train", model.kind, *model.flags()]
+    words += plan.flags(given.precision)
     if name == "2bw-sync-start":
         words += ["--two-bw-sync-iterations", str(given.sync_iterations)]
-    words += [*training.flags(), *jobs.mock_data(model)]
+    words += training.flags()
+    words += jobs.mock_data(model)
     return found | {"command": " ".join(words)}
 
 
 def _rate(given: Parameters, name: str) -> dict[str, float]:
-    m, schedule = given.microbatches, given.schedule(name, steady=True)
+    m = given.microbatches
+    schedule = given.schedule(name, steady=True)
     return {"rate": m / long_iteration_time(schedule, given.stages, m, given.times)}
 
 
 def curve(
     given: Parameters, over: str = "microbatches", at: int | None = None
-) -> dict[str, Any]:
+) -> Answer:
     """Each schedule's throughput in the steady state over the microbatches, or over the
     time of a message.
 
@@ -332,29 +329,23 @@ def curve(
     cannot run.
     """
     if over == "microbatches":
-        points = {m: replace(given, microbatches=m) for m in MICROBATCHES}
+        places = list(MICROBATCHES)
+        points = [replace(given, microbatches=m) for m in places]
     else:
-        whole = max(
-            f + b
-            for f, b in zip(
-                *(
-                    given.times.of(name, given.stages)
-                    for name in ("forward", "backward")
-                )
-            )
-        )
-        points = {
-            share * whole: replace(given, transfer=share * whole) for share in SHARES
-        }
-    chosen = [*points.values()][slice(None) if at is None else slice(at, at + 1)]
-    rates = {
-        name: [_or_error(_rate, point, name).get("rate") for point in chosen]
-        for name in given.schedules
-    }
-    return {"over": over, "x": list(points), "curves": rates}
+        forward = given.times.of("forward", given.stages)
+        backward = given.times.of("backward", given.stages)
+        longest = max(map(operator.add, forward, backward))
+        places = [share * longest for share in SHARES]
+        points = [replace(given, transfer=seconds) for seconds in places]
+    if at is not None:
+        points = points[at : at + 1]
+    curves = {}
+    for name in given.schedules:
+        curves[name] = [_or_error(_rate, point, name).get("rate") for point in points]
+    return {"over": over, "x": places, "curves": curves}
 
 
-def check(given: Parameters, lists: list[str]) -> dict[str, Any]:
+def check(given: Parameters, lists: list[str]) -> Answer:
     """The validator's answer to lists of actions, one text per stage, under the first
     schedule's rules.
 
@@ -378,27 +369,24 @@ def check(given: Parameters, lists: list[str]) -> dict[str, Any]:
             "reason": line[where.end() :],
             "grid": grid,
         }
-    return {
-        "timeline": drawn(
-            schedule,
-            simulate_lists(schedule, actions, given.times),
-            given.stages,
-            given.times,
-        )
-    }
+    events = simulate_lists(schedule, actions, given.times)
+    return {"timeline": drawn(schedule, events, given.stages, given.times)}
 
 
-def trace(given: Parameters) -> dict[str, Any]:
+def trace(given: Parameters) -> Answer:
     """The first schedule's timeline for Perfetto; the unit of the times counts as a
     millisecond."""
-    events = simulate(given.schedule(given.schedules[0]), given.shape, given.times)
-    return of_events(scaled(events, 1e-3), given.stages, given.schedules[0])
+    name = given.schedules[0]
+    events = simulate(given.schedule(name), given.shape, given.times)
+    return of_events(scaled(events, 1e-3), given.stages, name)
 
 
-EACH: dict[str, Callable[[Parameters, str], dict[str, Any]]] = {
+EACH: dict[str, Callable[[Parameters, str], Answer]] = {
     "timelines": _timeline,
     "figures": _figures,
 }
-ASKED: dict[str, Callable[..., dict[str, Any]]] = {
-    work.__name__: work for work in (curve, check, trace)
+ASKED: dict[str, Callable[..., Answer]] = {
+    "curve": curve,
+    "check": check,
+    "trace": trace,
 }

@@ -11,6 +11,7 @@ measure.
 from __future__ import annotations
 
 import json
+from operator import itemgetter
 from pathlib import Path
 
 from megatron_2bw.base.files import new_figure
@@ -22,57 +23,55 @@ from megatron_2bw.tools.timelines.text import busy
 HERE = Path(__file__).resolve().parent
 HEIGHT = 2.7  # inches, 100 pixels of a page each
 PANELS = {"2bw": "2bw: no flush", "pipedream-flush": "1F1B with a flush"}
-STAGES, MICROBATCHES, ITERATIONS, UNTIL = 4, 4, 4, 44
-NAMES = {"megatron": "megatron (1F1B)"}
+SHAPE = Shape(4, 4, 0, 4)
+UNTIL = 44
 
 
 def draw_schedules(path: Path) -> None:
     figure = new_figure(4.8, HEIGHT)
     axes = figure.subplots(len(PANELS), 1, sharex=True)
-    shape = Shape(STAGES, MICROBATCHES, 0, ITERATIONS)
     for axis, (name, title) in zip(axes, PANELS.items()):
-        events = simulate(SCHEDULES[name], shape, Times())
+        events = simulate(SCHEDULES[name], SHAPE, Times())
         draw_rows(
-            axis, events, shape, numbers=False, span=(0, UNTIL), steps=name != "2bw"
+            axis,
+            events,
+            SHAPE,
+            numbers=False,
+            span=(0, UNTIL),
+            steps=name != "2bw",
         )
-        share, _ = busy(events, STAGES)
-        axis.set_title(
-            f"{title}, stages busy {share:.0%} in the steady state",
-            loc="left",
-            fontsize=8.5,
-        )
+        share, _ = busy(events, SHAPE.stages)
+        heading = f"{title}, stages busy {share:.0%} in the steady state"
+        axis.set_title(heading, loc="left", fontsize=8.5)
         axis.tick_params(labelsize=7.5)
-    axes[-1].set_xlabel(
-        "light: forward, dark: backward, colours: batches, lines: updates", fontsize=7.5
-    )
+    legend = "light: forward, dark: backward, colours: batches, lines: updates"
+    axes[-1].set_xlabel(legend, fontsize=7.5)
     axes[-1].set_xticks([])
     figure.savefig(path, dpi=300)
 
 
 def draw_results(measured: Path, path: Path) -> None:
-    rows = sorted(
-        json.loads(measured.read_text())["rows"], key=lambda row: row["efficiency"]
-    )
+    rows = json.loads(measured.read_text())["rows"]
+    rows.sort(key=itemgetter("efficiency"))
     figure = new_figure(3.6, HEIGHT)
     axis = figure.subplots()
-    colours = ["#0072b2" if row["schedule"] == "2bw" else "#bdbdbd" for row in rows]
-    names = [NAMES.get(row["schedule"], row["schedule"]) for row in rows]
-    bars = axis.barh(names, [row["efficiency"] for row in rows], color=colours)
-    axis.bar_label(
-        bars, [f"{row['efficiency']:.0%}" for row in rows], padding=2, fontsize=7.5
-    )
+    for row in rows:
+        name = row["schedule"]
+        share = row["efficiency"]
+        colour = "#0072b2" if name == "2bw" else "#bdbdbd"
+        label = "megatron (1F1B)" if name == "megatron" else name
+        bar = axis.barh(label, share, color=colour)
+        axis.bar_label(bar, [f"{share:.0%}"], padding=2, fontsize=7.5)
     axis.set_xlim(0, 1.12)
     axis.set_xticks([])
     axis.tick_params(axis="y", length=0, labelsize=7.5)
     axis.set_title("time in which stages compute, d = m = 8", loc="right", fontsize=8.5)
-    for side in ("top", "right", "bottom"):
-        axis.spines[side].set_visible(False)
+    axis.spines[["top", "right", "bottom"]].set_visible(False)
     figure.savefig(path, dpi=300)
 
 
 if __name__ == "__main__":
     draw_schedules(HERE / "schedules.png")
-    shape = Shape(STAGES, MICROBATCHES, 0, ITERATIONS)
-    panels = [(SCHEDULES[name], shape) for name in ("2bw", "pipedream-flush", "gpipe")]
+    panels = [(SCHEDULES[name], SHAPE) for name in ("2bw", "pipedream-flush", "gpipe")]
     draw_shapes(panels, HERE.parent / "schedules.png", until=UNTIL)
     draw_results(HERE.parent / "bench" / "all_schedules.json", HERE / "results.png")

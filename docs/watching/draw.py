@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import re
 import shutil
+import statistics
 import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.emulated import train
 from megatron_2bw.base.files import new_figure, write_figure
@@ -26,21 +27,19 @@ from megatron_2bw.base.local_ranks import own_output, run_world
 from megatron_2bw.tools.gpu_check.entry import gpt_flags
 
 HERE = Path(__file__).resolve().parent
-STAGES, MICROBATCHES, ITERATIONS = 4, 8, 16
-FORWARD, BACKWARD = 0.05, 0.1  # seconds
+STAGES = 4
+MICROBATCHES = 8
+ITERATIONS = 16
+FORWARD = 0.05  # seconds
+BACKWARD = 0.1
 SCHEDULES = ("2bw", "pipedream-flush")
 
 
 def command(schedule: str, folder: Path) -> list[str]:
     text = f"""--pipeline-schedule {schedule} --pipeline-model-parallel-size {STAGES} --global-batch-size {MICROBATCHES}
         --train-iters {ITERATIONS} --lr 1e-3 --vocab-size 63 --log-interval 1"""
-    writes = (
-        "--tensorboard-dir",
-        folder / "scalars",
-        "--two-bw-trace",
-        folder / "trace",
-    )
-    return gpt_flags(STAGES, 16, 2, 8, text, *writes)
+    text += f" --tensorboard-dir {folder}/scalars --two-bw-trace {folder}/trace"
+    return gpt_flags(STAGES, 16, 2, 8, text)
 
 
 def run(rank: int, argv: list[str]) -> str:
@@ -76,20 +75,14 @@ def main() -> None:
             print(f"{schedule}: {ITERATIONS} iterations", flush=True)
             printed = run_world(STAGES, run, command(schedule, folder), timeout=300)[-1]
             print(*re.findall(r"iteration +12/.*", printed), sep="\n")
-            shutil.copy(
-                folder / "trace" / "timeline.png", HERE / f"timeline-{schedule}.png"
-            )
+            picture = folder / "trace" / "timeline.png"
+            shutil.copy(picture, HERE / f"timeline-{schedule}.png")
             iterations, shares = scalars(folder, "bubble/mean")
             axis.plot(iterations, shares, marker="o", markersize=3, label=schedule)
-            for name in (
-                "bubble/mean",
-                *(f"bubble/stage {stage}" for stage in range(STAGES)),
-            ):
-                values = scalars(folder, name)[1][3:-1]
-                print(
-                    f"  {name}: {sum(values) / len(values):.1%} from iteration 4 "
-                    f"to {ITERATIONS - 1}"
-                )
+            for place in ("mean", *range(STAGES)):
+                name = "bubble/mean" if place == "mean" else f"bubble/stage {place}"
+                mean = statistics.fmean(scalars(folder, name)[1][3:-1])
+                print(f"  {name}: {mean:.1%} from iteration 4 to {ITERATIONS - 1}")
     axis.set(ylim=(0, 0.5), xlabel="iteration", ylabel="bubble/mean")
     axis.legend(frameon=False)
     axis.spines[["top", "right"]].set_visible(False)

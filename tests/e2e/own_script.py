@@ -32,11 +32,9 @@ class Counting(torch.utils.data.Dataset):
         return self.samples
 
     def __getitem__(self, index):
-        start = torch.Generator().manual_seed(index)
-        tokens = (
-            torch.randint(64, (1,), generator=start)
-            + torch.arange(get_args().seq_length + 1)
-        ) % 64
+        generator = torch.Generator().manual_seed(index)
+        start = torch.randint(64, (1,), generator=generator)
+        tokens = (start + torch.arange(get_args().seq_length + 1)) % 64
         return {"tokens": tokens[:-1], "labels": tokens[1:]}
 
 
@@ -49,9 +47,8 @@ datasets.is_distributed = True
 
 def model_provider(pre_process=True, post_process=True, **more):
     args = get_args()
-    config = core_transformer_config_from_args(args)
     return GPTModel(
-        config,
+        core_transformer_config_from_args(args),
         get_gpt_layer_local_spec(),
         args.padded_vocab_size,
         args.seq_length,
@@ -62,7 +59,8 @@ def model_provider(pre_process=True, post_process=True, **more):
 
 
 def loss(losses):
-    total, count = losses.float().sum(), torch.tensor(losses.numel(), dtype=torch.int)
+    total = losses.float().sum()
+    count = torch.tensor(losses.numel(), dtype=torch.int)
     return total, count, {"lm loss": torch.cat([total.detach().view(1), count.view(1)])}
 
 
@@ -70,12 +68,9 @@ def forward_step(iterator, model):
     fields = {"tokens": None, "labels": None}
     if mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage():
         fields = next(iterator)
-    positions = torch.arange(get_args().seq_length).expand(
-        get_args().micro_batch_size, -1
-    )
-    mask = torch.triu(
-        torch.ones(get_args().seq_length, get_args().seq_length, dtype=torch.bool), 1
-    )[None, None]
+    length = get_args().seq_length
+    positions = torch.arange(length).expand(get_args().micro_batch_size, -1)
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
     return model(fields["tokens"], positions, mask, labels=fields["labels"]), loss
 
 

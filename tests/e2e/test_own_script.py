@@ -14,26 +14,23 @@ from tests.unit.test_wheel import build_wheel
 
 
 def flags_of(schedule: str, *flags: str) -> list[str]:
-    return [
-        word
-        for word in command(2, 2, schedule, *flags, *CPU_FLAGS, device=None)
-        if word != "--mock-data"
-    ]
+    words = command(2, 2, schedule, *flags, *CPU_FLAGS, device=None)
+    words.remove("--mock-data")
+    return words
 
 
 def test_without_delay_the_losses_are_megatrons(tmp_path):
     """The first four batches run without delay; the fifth is the first that runs on
     older weights."""
+    site = tmp_path / "site"
     with zipfile.ZipFile(build_wheel(tmp_path)) as archive:
-        archive.extractall(tmp_path / "site")
-    shutil.copy(Path(__file__).with_name("own_script.py"), tmp_path / "train.py")
+        archive.extractall(site)
+    script = tmp_path / "train.py"
+    shutil.copy(Path(__file__).with_name("own_script.py"), script)
     late = flags_of("2bw", "--two-bw-sync-iterations", "4")
-    run = torchrun(2, "train.py", late, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    run = torchrun(2, "train.py", late, cwd=tmp_path, PYTHONPATH=str(site))
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
-    plain, ours = (
-        losses(forked(2, flags_of("megatron"), script=tmp_path / "train.py")),
-        losses(run.stdout),
-    )
-    assert (
-        len(plain) == len(ours) == 6 and plain[:4] == ours[:4] and plain[4] != ours[4]
-    )
+    ours = losses(run.stdout)
+    plain = losses(forked(2, flags_of("megatron"), script=script))
+    assert len(plain) == len(ours) == 6
+    assert plain[:4] == ours[:4] and plain[4] != ours[4]

@@ -7,6 +7,7 @@ files.
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 from pathlib import Path
@@ -47,18 +48,11 @@ CPU_FLAGS = """
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory) -> Path:
-    import importlib.util
-
     installed = Path(importlib.util.find_spec("megatron.training").origin).parents[1]
     copy = tmp_path_factory.mktemp("checkout")
     shutil.copytree(installed, copy / "megatron")
-    for arguments in (["--check"], []):
-        subprocess.run(
-            ["git", "apply", *arguments, str(PATCH)],
-            cwd=copy,
-            check=True,
-            capture_output=True,
-        )
+    apply = ["git", "apply", str(PATCH)]
+    subprocess.run(apply, cwd=copy, check=True, capture_output=True)
     (copy / "pretrain.py").write_text(ENTRY.format(tree=str(copy)))
     return copy
 
@@ -67,22 +61,13 @@ def losses(output: str) -> list[str]:
     return [line.fields["lm loss"] for line in run_log.training(output)]
 
 
-def native(*args, **changes) -> list[str]:
-    """The command line of the patched tree, where the device is the entry script's
-    choice."""
-    return [
-        *command(*args, train_iters=2, lr_warmup_iters=0, device=None, **changes),
-        *CPU_FLAGS,
-    ]
-
-
 def test_two_iterations_of_2bw_in_the_patched_tree(tree):
     """The losses are those of pretrain_gpt_2bw.py, which rebinds names instead."""
-    patched = torchrun(
-        2, "pretrain.py", native(2, 2, "2bw"), cwd=tree, PYTHONPATH=f"{tree}:{ROOT}"
-    )
+    short = {"train_iters": 2, "lr_warmup_iters": 0}
+    # the device is the entry script's choice
+    words = [*command(2, 2, "2bw", device=None, **short), *CPU_FLAGS]
+    paths = f"{tree}:{ROOT}"
+    patched = torchrun(2, "pretrain.py", words, cwd=tree, PYTHONPATH=paths)
     assert patched.returncode == 0, patched.stdout[-2000:] + patched.stderr[-4000:]
-    rebound = forked(
-        2, command(2, 2, "2bw", train_iters=2, lr_warmup_iters=0), documents=100_000
-    )
+    rebound = forked(2, command(2, 2, "2bw", **short), documents=100_000)
     assert losses(patched.stdout) == losses(rebound) and len(losses(rebound)) == 2

@@ -3,8 +3,6 @@ tokenizer's."""
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
 import os
 from pathlib import Path
@@ -17,19 +15,20 @@ from megatron_2bw.run.start.train import EVALUATE
 from tests.distributed.test_convert import convert_here, folder  # noqa: F401  (a fixture)
 from tests.e2e.launcher import forked
 
-# a training loads as it does
-EVALUATED = [*EVALUATE, *"--mock-data --device cpu --load".split()]
-SAMPLE = "--prompt 5 --device cpu".split()
-COMMANDS = {
-    "evaluate": lambda source: forked(1, [*EVALUATED, source]),
-    "sample": lambda source: run_world(1, call, ["sample", source, *SAMPLE]),
-    "sample, trusted": lambda source: run_world(
-        1, call, ["sample", source, *SAMPLE, "--trust-remote-code"]
-    ),
-    "export": lambda source: run_world(
-        1, call, ["convert", "export", source, "--out", source + "-hf"]
-    ),
-}
+SAMPLE = "--prompt 5 --device cpu"
+
+
+def call(rank: int, words: str) -> None:
+    assert main(words.split()) == 0
+
+
+def evaluate(source: Path) -> None:
+    """A training loads as it does."""
+    forked(1, [*EVALUATE, "--mock-data", "--device", "cpu", "--load", str(source)])
+
+
+def run(words: str) -> None:
+    run_world(1, call, words)
 
 
 class Code:
@@ -45,23 +44,20 @@ def write(rank: int, source: Path, target: Path) -> None:
     the code of their tokenizer."""
     from megatron_2bw.tools.convert import parameters
 
-    evil = dict(
-        tokenizer_type="HuggingFaceTokenizer",
-        tokenizer_model=str(target),
-        trust_remote_code=True,
-    )
-    arguments = {"pickle": lambda args: Code(target / "harmed")}
-    arguments["tokenizer"] = lambda args: argparse.Namespace(**vars(args) | evil)
     original = parameters.write
-    parameters.write = lambda path, args, *rest: original(
-        path, arguments[path.name](args), *rest
-    )
-    for name in arguments:
+
+    def write_evil(path, args, *rest):
+        if path.name == "pickle":
+            args = Code(target / "harmed")
+        else:
+            args.tokenizer_type = "HuggingFaceTokenizer"
+            args.tokenizer_model = str(target)
+            args.trust_remote_code = True
+        return original(path, args, *rest)
+
+    parameters.write = write_evil
+    for name in ("pickle", "tokenizer"):
         convert_here(0, ["import", str(source), "--save", str(target / name)])
-
-
-def call(rank: int, words: list[str]) -> None:
-    assert main(words) == 0
 
 
 @pytest.fixture(scope="module")
@@ -75,21 +71,29 @@ def evil(folder, tmp_path_factory) -> Path:  # noqa: F811
     return path
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_code_in_a_checkpoint(command, evil):
-    """A tokenizer's runs if the command line says so, whatever the checkpoint says; a
-    pickle's never."""
-    harmed, trusted = evil / "harmed", command == "sample, trusted"
-    for name, line in (
-        ("pickle", "pickle.*: common_state.* could run code"),
-        ("tokenizer", "" if trusted else "custom code"),
+def test_a_pickles_code_never_runs(evil):
+    source = evil / "pickle"
+    for words in (
+        f"sample {source} {SAMPLE} --trust-remote-code",
+        f"convert export {source} --out {source}-hf",
     ):
-        # it copies the tokenizer's files, but not its code
-        runs = command == "export" and name == "tokenizer"
-        with (
-            contextlib.nullcontext() if runs else pytest.raises(WorldError, match=line)
-        ):
-            COMMANDS[command](str(evil / name))
-        assert harmed.exists() == (trusted and name == "tokenizer")
-    if trusted:
-        harmed.rmdir()
+        with pytest.raises(WorldError, match="pickle.*: common_state.* could run code"):
+            run(words)
+    with pytest.raises(WorldError, match="pickle.*: common_state.* could run code"):
+        evaluate(source)
+    assert not (evil / "harmed").exists()
+
+
+def test_a_tokenizers_code_runs_if_the_command_line_says_so(evil):
+    """Whatever the checkpoint says."""
+    source = evil / "tokenizer"
+    with pytest.raises(WorldError, match="custom code"):
+        evaluate(source)
+    with pytest.raises(WorldError, match="custom code"):
+        run(f"sample {source} {SAMPLE}")
+    # it copies the tokenizer's files, but not its code
+    run(f"convert export {source} --out {source}-hf")
+    assert not (evil / "harmed").exists()
+    with pytest.raises(WorldError):  # the evil tokenizer is none
+        run(f"sample {source} {SAMPLE} --trust-remote-code")
+    assert (evil / "harmed").exists()

@@ -3,6 +3,8 @@ causes explain all idle time."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import subprocess
 import sys
@@ -30,42 +32,30 @@ from scripts.playground import answers, archive
 # it makes the table of Megatron's flags
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
-SLOW = {
-    "stages": 4,
-    "microbatches": 8,
-    "forward": [1, 1, 3, 1],
-    "transfer": [0.5, 2, 0.5],
-    "reduce": 1,
-    "step": 2,
-}
 
-
-def of(ask: str, name: str, **given) -> dict:
-    found = answers.answer({"ask": ask, "schedules": [name], **given})
+def ask(question: str, name: str, **given) -> dict:
+    found = answers.answer({"ask": question, "schedules": [name], **given})
     # plain JSON, also after a round trip
     assert json.loads(json.dumps(found, allow_nan=False)) == found
-    return found[ask][name]
+    return found[question][name]
 
 
 @pytest.mark.parametrize("name", answers.SCHEDULES)
 def test_a_timeline_is_the_simulators(name):
-    found = of("timelines", name, **SLOW)
+    given = {"forward": [1, 1, 3, 1], "transfer": [0.5, 2, 0.5], "reduce": 1, "step": 2}
+    found = ask("timelines", name, **given)
+    messages = [0.5, 2, 0.5, 2]
     times = Times(
-        [1, 1, 3, 1],
-        2,
-        transfer=[0.5, 2, 0.5, 2],
-        occupied=[0.5, 2, 0.5, 2],
-        reduce=1,
-        step=2,
+        [1, 1, 3, 1], 2, transfer=messages, occupied=messages, reduce=1, step=2
     )
-    options = {
+    schedules = EXECUTED | {
         "gpipe": schedule_of("gpipe", gpipe_round=4),
         "2bw-one-slot": TwoBW(1),
         "2bw-extra-warmup": TwoBW(extra_warmup=(1,)),
         "2bw-sync-start": TwoBW(sync_iterations=2),
         "megatron-interleaved": Interleaved(2),
     }
-    events = simulate((EXECUTED | options)[name], Shape(4, 8, 0, 3), times)
+    events = simulate(schedules[name], Shape(4, 8, 0, 3), times)
     for stage, mine in enumerate(by_stage(events, 4)):
         assert parse(found["actions"][stage]) == [event.action for event in mine]
         assert found["starts"][stage] == [event.start for event in mine]
@@ -75,30 +65,26 @@ def test_a_timeline_is_the_simulators(name):
 
 @pytest.mark.parametrize("name", EXECUTED)
 def test_figures_are_those_of_simulator_and_planner(name):
-    found = of(
-        "figures", name, gpipe_round=8, microbatch=4, recompute="full", precision="fp16"
-    )
-    plan = Plan(
-        1, 4, 1, 4, 8, "full", schedule=name, gpipe_round=8 if name == "gpipe" else None
-    )
-    schedule, seconds = EXECUTED[name], iteration_time(EXECUTED[name], 4, 8)
-    assert found["seconds"] == seconds and found["throughput"] == 8 / seconds
+    chosen = {"gpipe_round": 8, "microbatch": 4, "recompute": "full"}
+    found = ask("figures", name, precision="fp16", **chosen)
+    schedule = EXECUTED[name]
+    seconds = iteration_time(schedule, 4, 8)
+    assert (found["seconds"], found["throughput"]) == (seconds, 8 / seconds)
     assert found["bubble"] == pytest.approx(1 - 24 / seconds)
-    assert found["in_flight"] == [
-        schedule.max_in_flight(Shape(4, 8), stage) for stage in range(4)
-    ]
-    assert found["bytes"] == [
-        vars(stage) for stage in Memory(preset("gpt-2.2b"), "fp16", True).stages(plan)
-    ]
+    shape = Shape(4, 8)
+    in_flight = [schedule.max_in_flight(shape, stage) for stage in range(4)]
+    assert found["in_flight"] == in_flight
+    plan = Plan(1, 4, 1, 4, 8, "full", name)
+    stages = Memory(preset("gpt-2.2b"), "fp16", True).stages(plan)
+    assert found["bytes"] == [vars(stage) for stage in stages]
 
 
 @pytest.mark.parametrize("name", answers.SCHEDULES)
 def test_the_command_line_is_legal(name):
-    command = of("figures", name, extra_warmup=[1, 0, 2], microbatches=8)[
-        "command"
-    ].split()
-    assert command[:3] == ["megatron-2bw", "train", "gpt"]
-    assert mistake(command[3:], "gpt", 4) is None
+    found = ask("figures", name, extra_warmup=[1, 0, 2])
+    program, command, kind, *flags = found["command"].split()
+    assert (program, command, kind) == ("megatron-2bw", "train", "gpt")
+    assert mistake(flags, "gpt", 4) is None
 
 
 def test_the_archive_needs_no_other_package(tmp_path):
@@ -107,17 +93,13 @@ def test_the_archive_needs_no_other_package(tmp_path):
     archive(path)
     code = f"import sys; sys.path.insert(0, {str(path)!r}); from answers import answer"
     code += "; print(answer({'ask': 'figures'})['figures']['2bw']['seconds'])"
-    run = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-I", "-S", "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.stdout == "24.0\n", run.stderr
 
 
 times = st.sampled_from([0, 0.25, 0.5, 1, 1.7, 3])
-some = st.fixed_dictionaries(
+requests = st.fixed_dictionaries(
     {
         "schedules": st.sampled_from([[name] for name in answers.SCHEDULES]),
         "microbatches": st.sampled_from([8, 12]),
@@ -131,61 +113,59 @@ some = st.fixed_dictionaries(
 
 
 @settings(max_examples=60, deadline=None)
-@given(some)
+@given(requests)
 @example(
     {
         "schedules": ["pipedream"],
         "microbatches": 12,
         "forward": [0.25, 0.25, 1.7, 3],
         "transfer": [0] * 3,
+        "occupied": 0,
+        "reduce": 0,
+        "step": 1,  # (x + 1) - 1 is less than x
     }
-    | {"occupied": 0, "reduce": 0, "step": 1}  # (x + 1) - 1 is less than x
 )
 def test_causes_explain_all_idle_time(given):
     """A stage's idle time is in its waits; each ends as what it names arrives; the
     critical path has no gap."""
     (name,) = given["schedules"]
     found = answers.answer({"iterations": 2, **given})["timelines"][name]
-    starts, ends, small = found["starts"], found["ends"], 1e-6
+    starts, ends = found["starts"], found["ends"]
+    near = functools.partial(pytest.approx, abs=1e-6)
+    kinds = [[word[0] for word in own.split()] for own in found["actions"]]
 
     def transfer_of(stage: int, other: int) -> float:
-        return (
-            given["transfer"][min(stage, other)]
-            if abs(stage - other) == 1
-            else max(given["transfer"])
-        )
+        if abs(stage - other) == 1:
+            return given["transfer"][min(stage, other)]
+        return max(given["transfer"])
 
-    kinds = [[word[0] for word in own.split()] for own in found["actions"]]
     for stage, waits in enumerate(found["waits"]):
         idle = {place: seconds for place, seconds, *_ in waits}
         free = 0.0
-        for place, (start, end) in enumerate(zip(starts[stage], ends[stage])):
-            if not (kinds[stage][place] == "S" and found["late"]):
-                assert start - free == pytest.approx(idle.get(place, 0), abs=small)
-            free = end
+        for place, start in enumerate(starts[stage]):
+            if kinds[stage][place] != "S" or not found["late"]:
+                assert start - free == near(idle.get(place, 0))
+            free = ends[stage][place]
         for place, _, other, at, queued in waits:
             if kinds[stage][place] in "FB":
-                assert starts[stage][place] == pytest.approx(
-                    ends[other][at] + queued + transfer_of(stage, other)
-                )
+                arrives = ends[other][at] + queued + transfer_of(stage, other)
+                assert starts[stage][place] == pytest.approx(arrives)
             else:
                 done = starts[other][at] + given["reduce"] + given["step"]
-                assert kinds[other][at] == "R" and ends[stage][place] == pytest.approx(
-                    done
-                )
+                assert kinds[other][at] == "R"
+                assert ends[stage][place] == pytest.approx(done)
     path = found["critical"]
-    assert (
-        starts[path[0][0]][path[0][1]] == 0
-        and max(map(max, ends)) == ends[path[-1][0]][path[-1][1]]
-    )
-    for (stage, place), (after, at) in zip(path, path[1:]):
+    (first, first_place), *_, (last, last_place) = path
+    assert starts[first][first_place] == 0
+    assert ends[last][last_place] == max(map(max, ends))
+    for (stage, place), (after, at) in itertools.pairwise(path):
         gap = starts[after][at] - ends[stage][place]
         if kinds[after][at] == "S":
             assert stage == after or kinds[stage][place] == "R"
         elif stage == after:
-            assert gap == pytest.approx(0, abs=small)
+            assert gap == near(0)
         else:
             # and after it the messages before it on its link
             transfer = transfer_of(stage, after)
             before = (gap - transfer) / (given["occupied"] * transfer or 1)
-            assert before == pytest.approx(round(before), abs=small) and before > -small
+            assert before == near(round(before)) and before > -1e-6

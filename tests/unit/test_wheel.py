@@ -19,57 +19,37 @@ SOURCE = {"pyproject.toml", "setup.py", "README.md", "LICENSE", *SCRIPTS}
 def build_wheel(folder: Path) -> Path:
     """The wheel of a copy of the sources."""
     source = folder / "source"
-    shutil.copytree(
-        ROOT / "megatron_2bw",
-        source / "megatron_2bw",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
+    package = source / "megatron_2bw"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "megatron_2bw", package, ignore=ignored)
     for name in SOURCE:
         shutil.copy(ROOT / name, source)
     build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-    subprocess.run(
-        [sys.executable, "-c", build, str(folder)],
-        cwd=source,
-        check=True,
-        capture_output=True,
-    )
+    command = [sys.executable, "-c", build, str(folder)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
     return next(folder.glob("megatron_2bw-*.whl"))
 
 
 def test_the_wheel_holds_all_files_of_the_package_and_the_entry_scripts(tmp_path):
-    names = {
-        name
-        for name in zipfile.ZipFile(build_wheel(tmp_path)).namelist()
-        if ".dist-info/" not in name
-    }
-    copied = [
-        path
-        for path in (tmp_path / "source" / "megatron_2bw").rglob("*")
-        if path.is_file()
-    ]
-    assert (
-        names
-        == {str(path.relative_to(tmp_path / "source")) for path in copied} | SCRIPTS
-    )
+    wheel = zipfile.ZipFile(build_wheel(tmp_path))
+    names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    copied = set(SCRIPTS)
+    for path in (tmp_path / "source" / "megatron_2bw").rglob("*"):
+        if path.is_file():
+            copied.add(str(path.relative_to(tmp_path / "source")))
+    assert names == copied
 
 
 def test_the_recipes_of_images_copy_what_the_wheel_is_built_from():
-    lines = (ROOT / "docker" / "Dockerfile").read_text().splitlines()
-    copied = [
-        word
-        for line in lines
-        if line.startswith("COPY ")
-        for word in line.split()[1:-1]
-    ]
-    assert sorted(copied) == sorted({*SOURCE, "megatron_2bw"})
-    files = (
-        (ROOT / "docker" / "apptainer.def")
-        .read_text()
-        .split("%files\n")[1]
-        .split("\n\n")[0]
-    )
-    pairs = [line.split() for line in files.splitlines()]
-    assert {source: f"/opt/megatron-2bw/{source}" for source in copied} == dict(pairs)
+    copied = set()
+    for line in (ROOT / "docker" / "Dockerfile").read_text().splitlines():
+        if line.startswith("COPY "):
+            copied.update(line.split()[1:-1])
+    assert copied == {*SOURCE, "megatron_2bw"}
+    recipe = (ROOT / "docker" / "apptainer.def").read_text()
+    files = recipe.split("%files\n")[1].split("\n\n")[0]
+    pairs = dict(line.split() for line in files.splitlines())
+    assert pairs == {name: f"/opt/megatron-2bw/{name}" for name in copied}
 
 
 def test_pip_and_the_doctor_have_the_same_bound():
