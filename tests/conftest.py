@@ -82,17 +82,16 @@ def pytest_collection_modifyitems(
             item.add_marker(pytest.mark.skip(reason="of the CPU"))
         if device != "stand-in" and item.get_closest_marker("device"):
             item.add_marker(pytest.mark.skip(reason="of the stand-in for CUDA"))
-    unknown: dict[str, set[str]] = {}
+    unknown = {}
     for item in items:
-        for mark in [
-            mark for mark in item.own_markers if mark.name == "proof" and mark.args
-        ]:
-            function, case = item.nodeid.removesuffix("]").split("[", 1)
-            unknown.setdefault(function, set(mark.args)).discard(case)
-            if case not in mark.args:
-                item.own_markers.remove(mark)
+        for mark in list(item.own_markers):
+            if mark.name == "proof" and mark.args:
+                function, case = item.nodeid.removesuffix("]").split("[", 1)
+                unknown.setdefault(function, set(mark.args)).discard(case)
+                if case not in mark.args:
+                    item.own_markers.remove(mark)
     # else a case may have been left out on the command line
-    if config.option.markexpr and any(unknown.values()):
-        raise pytest.UsageError(
-            f"proof: no such cases: { {name: cases for name, cases in unknown.items() if cases} }"
-        )
+    if config.option.markexpr:
+        for function, cases in unknown.items():
+            if cases:
+                raise pytest.UsageError(f"proof: {function} has no cases {cases}")

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -28,7 +29,8 @@ _spec = importlib.util.spec_from_file_location(
 )
 example = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(example)
-_seeding, _layers_of = threading.Lock(), example.layers_of
+_seeding = threading.Lock()
+_layers_of = example.layers_of
 
 
 def _layers_with_norms(stage: int, stages: int):
@@ -44,29 +46,36 @@ def _layers_with_norms(stage: int, stages: int):
 example.layers_of = _layers_with_norms
 
 
+def nothing() -> None:
+    """At once."""
+
+
+def alone(square: torch.Tensor) -> list[torch.Tensor]:
+    """The norm of a stage that clips alone."""
+    return [square]
+
+
 def make_update(schedule: Schedule, stores, step, skipped: Collection[int] = ()):
     """The update that `schedule` needs; the example's if the step is late. skipped:
     batches whose step is skipped."""
-    batches, whole_step = itertools.count(), step
+    batches = itertools.count()
 
-    def step(gradients, target) -> bool:
-        return next(batches) not in skipped and whole_step(gradients, target)
+    def skipping_step(gradients, target) -> bool:
+        return next(batches) not in skipped and step(gradients, target)
 
     if schedule.late_step:
-        return example.late_update(schedule, stores, step)
+        return example.late_update(schedule, stores, skipping_step)
 
     def step_now() -> bool:
-        stepped = step(
-            [param.grad for param in stores.params],
-            [param.data for param in stores.params],
-        )
+        gradients = [param.grad for param in stores.params]
+        stepped = skipping_step(gradients, [param.data for param in stores.params])
         for param in stores.params:
             param.grad = None
         return stepped
 
-    return (
-        InPlaceUpdate(step_now) if schedule.flushes else StashedUpdate(stores, step_now)
-    )
+    if schedule.flushes:
+        return InPlaceUpdate(step_now)
+    return StashedUpdate(stores, step_now)
 
 
 def version(
@@ -80,18 +89,19 @@ def version(
     """The update count of the weights that the rule gives to a microbatch (paper,
     sections 2 and 3)."""
     batch = microbatch // shape.microbatches
-    if name == "2bw":
-        late = range(batch * shape.microbatches, (batch + 1) * shape.microbatches)[
-            :late_microbatches
-        ]
-        return (
-            batch - 1
-            if microbatch in late and batch >= max(sync_iterations, 1)
-            else batch
-        )
     if name == "pipedream":
-        return max((microbatch - (shape.stages - 1 - stage)) // shape.microbatches, 0)
+        ahead = shape.stages - 1 - stage
+        return max((microbatch - ahead) // shape.microbatches, 0)
+    if name != "2bw" or batch < max(sync_iterations, 1):
+        return batch
+    index = microbatch % shape.microbatches
+    if late_microbatches is None or index < late_microbatches:
+        return batch - 1
     return batch
+
+
+def copies(tensors) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
 
 
 def reference(
@@ -100,39 +110,33 @@ def reference(
     """The losses, and each stage's final weights."""
     parts = [example.layers_of(stage, shape.stages) for stage in range(shape.stages)]
     model = example.ModuleStage(torch.nn.Sequential(*parts), True, shape.microbatches)
-    squares: list[torch.Tensor] = []
-    gather = (
-        (lambda square: [square]) if name == "pipedream" else lambda square: squares
-    )
+    squares = []
+
+    def all_squares(square: torch.Tensor) -> list[torch.Tensor]:
+        return squares
+
+    gather = alone if name == "pipedream" else all_squares
     steps = [example.make_step(list(part.parameters()), gather) for part in parts]
-    weights = [
-        [[param.detach().clone() for param in part.parameters()] for part in parts]
-    ]
+    weights = [[copies(part.parameters()) for part in parts]]
     for batch in range(shape.end):
-        for part in parts:
-            part.zero_grad(set_to_none=True)
-        for microbatch in range(
-            batch * shape.microbatches, (batch + 1) * shape.microbatches
-        ):
+        model.layers.zero_grad(set_to_none=True)
+        for index in range(shape.microbatches):
+            microbatch = batch * shape.microbatches + index
             for stage, part in enumerate(parts):
-                values = weights[version(name, shape, stage, microbatch, **of_2bw)][
-                    stage
-                ]
-                for param, value in zip(part.parameters(), values, strict=True):
+                number = version(name, shape, stage, microbatch, **of_2bw)
+                for param, value in zip(part.parameters(), weights[number][stage]):
                     param.data = value
             model.backward(microbatch, None, model.forward(microbatch, None), None)
-        gradients = [[param.grad for param in part.parameters()] for part in parts]
-        squares[:] = [
-            sum(gradient.square().sum() for gradient in own) for own in gradients
-        ]
         if batch in skipped:
             weights.append(weights[-1])
             continue
-        weights.append(
-            [[torch.empty_like(value) for value in own] for own in weights[0]]
-        )
-        for step, own, target in zip(steps, gradients, weights[-1]):
-            step(own, target)
+        gradients = [[param.grad for param in part.parameters()] for part in parts]
+        squares.clear()
+        for stage_gradients in gradients:
+            squares.append(sum(gradient.square().sum() for gradient in stage_gradients))
+        weights.append([copies(values) for values in weights[-1]])
+        for step, stage_gradients, target in zip(steps, gradients, weights[-1]):
+            step(stage_gradients, target)
     return list(model.losses.values()), weights[-1]
 
 
@@ -140,15 +144,17 @@ class Delays:
     """Sleeps of random length, up to `seconds`, drawn for each thread from `seed`."""
 
     def __init__(self, seed: int, seconds: float):
-        self._seed, self._seconds, self._drawn = seed, seconds, threading.local()
+        self._seed = seed
+        self._seconds = seconds
+        self._drawn = threading.local()
 
     def sleep(self) -> None:
         if not hasattr(self._drawn, "generator"):
-            self._drawn.generator = random.Random(
-                f"{self._seed} {threading.current_thread().name}"
-            )
-        if self._drawn.generator.random() < 0.4:
-            time.sleep(self._drawn.generator.random() * self._seconds)
+            name = threading.current_thread().name
+            self._drawn.generator = random.Random(f"{self._seed} {name}")
+        draw = self._drawn.generator.random
+        if draw() < 0.4:
+            time.sleep(draw() * self._seconds)
 
 
 class Memory:
@@ -161,11 +167,12 @@ class Memory:
 
     def __init__(self, delays: Delays, occupies_device: bool = False):
         self._messages: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
-        self._delays, self.occupies_device = delays, occupies_device
+        self._delays = delays
+        self.occupies_device = occupies_device
 
     def send(self, tensor: torch.Tensor) -> Arrived:
         self._messages.put(tensor.clone())
-        return Arrived(lambda: None)
+        return Arrived(nothing)
 
     def receive(self, tensor: torch.Tensor) -> Arrived:
         def wait() -> None:
@@ -199,16 +206,15 @@ class Gather:
     may_end  asked until it is true before the k-th calls return: may_end(k)
     """
 
-    def __init__(self, stages: int, may_end: Callable[[int], bool] = lambda call: True):
-        self._condition, self._rounds, self._stages = (
-            threading.Condition(),
-            defaultdict(dict),
-            stages,
-        )
-        self._may_end, self._closed = may_end, False
+    def __init__(self, stages: int, may_end: Callable[[int], bool] | None = None):
+        self._condition = threading.Condition()
+        self._rounds = defaultdict(dict)
+        self._stages = stages
+        self._may_end = may_end
+        self._closed = False
 
     def of(self, stage: int, delays: Delays):
-        calls = iter(range(1 << 30))
+        calls = itertools.count()
 
         def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
             delays.sleep()
@@ -217,15 +223,18 @@ class Gather:
                 values = self._rounds[call]
                 values[stage] = tensor
                 self._condition.notify_all()
-                complete = lambda: (
-                    self._closed
-                    or (len(values) == self._stages and self._may_end(call))
-                )
-                if not self._condition.wait_for(complete, timeout=30) or self._closed:
+                is_over = partial(self._is_over, call)
+                if not self._condition.wait_for(is_over, timeout=30) or self._closed:
                     raise TimeoutError("a stage did not come to the all-gather")
             return [values[other] for other in range(self._stages)]
 
         return gather
+
+    def _is_over(self, call: int) -> bool:
+        if self._closed:
+            return True
+        complete = len(self._rounds[call]) == self._stages
+        return complete and (self._may_end is None or self._may_end(call))
 
     def ask_again(self) -> None:
         """`may_end` may have another answer."""
@@ -236,6 +245,31 @@ class Gather:
         """Whoever waits here fails."""
         self._closed = True
         self.ask_again()
+
+
+def delayed_stage(delays: Delays) -> type:
+    class Delayed(example.ModuleStage):
+        def forward(self, *args):
+            delays.sleep()
+            return super().forward(*args)
+
+        def backward(self, *args):
+            delays.sleep()
+            return super().backward(*args)
+
+    return Delayed
+
+
+def neighbours_of(stage: int, activations, gradients) -> Neighbours:
+    """The channels are by boundary."""
+    neighbours = Neighbours()
+    if stage > 0:
+        neighbours.activations_in = Receiver(activations[stage - 1])
+        neighbours.gradients_out = Sender(gradients[stage - 1])
+    if stage < len(activations):
+        neighbours.activations_out = Sender(activations[stage])
+        neighbours.gradients_in = Receiver(gradients[stage])
+    return neighbours
 
 
 def run_threads(
@@ -255,82 +289,49 @@ def run_threads(
     other.
     """
     delays = Delays(seed, seconds)
-    channels = [  # activations, gradients
-        (Memory(delays, occupies_device), Memory(delays, occupies_device))
-        for _ in range(shape.stages - 1)
-    ]
-    gather, results, errors = gather or Gather(shape.stages), {}, []
-
-    class Delayed(example.ModuleStage):
-        def forward(self, *args):
-            delays.sleep()
-            return super().forward(*args)
-
-        def backward(self, *args):
-            delays.sleep()
-            return super().backward(*args)
+    boundaries = range(shape.stages - 1)
+    activations = [Memory(delays, occupies_device) for _ in boundaries]
+    gradients = [Memory(delays, occupies_device) for _ in boundaries]
+    gather = gather or Gather(shape.stages)
+    results = {}
+    errors = []
 
     def stage_main(stage: int) -> None:
-        neighbours = Neighbours()
-        if stage > 0:
-            down, up = channels[stage - 1]
-            neighbours.activations_in, neighbours.gradients_out = (
-                Receiver(down),
-                Sender(up),
-            )
-        if stage < shape.stages - 1:
-            down, up = channels[stage]
-            neighbours.activations_out, neighbours.gradients_in = (
-                Sender(down),
-                Receiver(up),
-            )
-        own = (
-            gather.of(stage, delays)
-            if schedule.global_step
-            else lambda square: [square]
-        )
+        neighbours = neighbours_of(stage, activations, gradients)
+        norms = gather.of(stage, delays) if schedule.global_step else alone
+        update = partial(make_update, skipped=skipped)
         try:
-            update = partial(make_update, skipped=skipped)
             results[stage] = example.train(
-                schedule, shape, stage, neighbours, own, update
+                schedule, shape, stage, neighbours, norms, update
             )
         except BaseException as error:
             errors.append(error)
-            for closing in (gather, *itertools.chain(*channels)):
-                closing.close()
+            for channel in (gather, *activations, *gradients):
+                channel.close()
 
-    plain, example.ModuleStage = example.ModuleStage, Delayed
-    try:
-        threads = [
-            threading.Thread(
-                target=stage_main, args=(stage,), name=f"stage {stage}", daemon=True
+    threads = []
+    with mock.patch.object(example, "ModuleStage", delayed_stage(delays)):
+        for stage in range(shape.stages):
+            name = f"stage {stage}"
+            thread = threading.Thread(
+                target=stage_main, args=(stage,), name=name, daemon=True
             )
-            for stage in range(shape.stages)
-        ]
-        for thread in threads:
             thread.start()
+            threads.append(thread)
         for thread in threads:
             thread.join(timeout=60)
-    finally:
-        example.ModuleStage = plain
     if errors:
         raise errors[0]
     if any(thread.is_alive() for thread in threads):
         raise TimeoutError(f"stages wait for each other: {schedule} {shape}")
-    return results[shape.stages - 1][0], [
-        results[stage][1] for stage in range(shape.stages)
-    ]
+    weights = [results[stage][1] for stage in range(shape.stages)]
+    return results[shape.stages - 1][0], weights
 
 
-def assert_same(found, expected) -> None:
+def assert_same(result, expected) -> None:
     """Equal bits: one thread computes each stage, and the norm adds the stages' squares
     in their order."""
-    losses, weights = found
-    other_losses, other_weights = expected
-    assert torch.equal(torch.stack(losses), torch.stack(other_losses)), (
-        losses,
-        other_losses,
-    )
-    for own, other in zip(weights, other_weights, strict=True):
-        for value, reference_value in zip(own, other, strict=True):
-            assert torch.equal(value, reference_value)
+    losses, weights = result
+    expected_losses, expected_weights = expected
+    torch.testing.assert_close(losses, expected_losses, rtol=0, atol=0)
+    torch.testing.assert_close(weights, expected_weights, rtol=0, atol=0)

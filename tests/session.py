@@ -21,7 +21,7 @@ def once_a_session[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     The key is the text of the arguments. Results travel through torch.save. Outside of
     pytest there is no cache.
     """
-    results: dict[str, R] = {}
+    results = {}
 
     @functools.wraps(function)
     def shared(*args: P.args, **kwargs: P.kwargs) -> R:

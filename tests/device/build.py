@@ -34,29 +34,28 @@ def missing() -> str | None:
         return "g++ is not installed"
     if not (_torch() / "lib" / "libtorch_cuda.so").exists():
         return "torch has no CUDA build here"
-    return (
-        None
-        if (_nvidia() / "nccl" / "include").is_dir()
-        else "torch's wheels bring no headers here"
-    )
+    if not (_nvidia() / "nccl" / "include").is_dir():
+        return "torch's wheels bring no headers here"
+    return None
 
 
 def environment() -> dict[str, str]:
     """The variables of a process that computes on the stand-in, with eight devices and
     without compiled kernels."""
     library = build()
-    paths = {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(library.parent)}
-    return paths | {"DEVICE_GPUS": "8", "TORCHDYNAMO_DISABLE": "1"}
+    return {
+        "LD_PRELOAD": str(library),
+        "LD_LIBRARY_PATH": str(library.parent),
+        "DEVICE_GPUS": "8",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
 
 
 @functools.cache
 def build() -> Path:
     """The library, built once for a torch and a source."""
-    key = hashlib.sha256(
-        (HERE / "device.cpp").read_bytes()
-        + Path(__file__).read_bytes()
-        + str(_torch()).encode()
-    ).hexdigest()
+    sources = (HERE / "device.cpp").read_bytes() + Path(__file__).read_bytes()
+    key = hashlib.sha256(sources + str(_torch()).encode()).hexdigest()
     folder = BUILD / key[:16]
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / "libcuda.so.1"
@@ -67,55 +66,36 @@ def build() -> Path:
 
 
 def _build(folder: Path, library: Path) -> None:
-    includes = [
-        HERE / "include",
-        _nvidia() / "cu13" / "include",
-        _nvidia() / "nccl" / "include",
-    ]
-    compiler = [
-        "g++",
-        "-std=c++20",
-        "-O1",
-        "-fPIC",
-        *(f"-I{path}" for path in includes),
-    ]
+    include = f"-I{HERE / 'include'}"
+    cuda = f"-I{_nvidia() / 'cu13' / 'include'}"
+    nccl = f"-I{_nvidia() / 'nccl' / 'include'}"
+    compiler = ("g++", "-std=c++20", "-O1", "-fPIC", include, cuda, nccl)
     _run(*compiler, "-c", HERE / "device.cpp", "-o", folder / "device.o")
-    have = set(
-        _run(
-            "nm", "--defined-only", "--format=just-symbols", folder / "device.o"
-        ).split()
-    )
-    wanted = {
-        symbol.partition("@")[0]
-        for path in LIBRARIES
-        for symbol in _run(
-            "nm", "-D", "-u", "--format=just-symbols", _torch() / "lib" / path
-        ).split()
-    }
-    names = sorted(name for name in wanted - have if NAMES.match(name))
-    (folder / "rest.cpp").write_text(
-        "".join(f'extern "C" long {name}() {{ return 0; }}\n' for name in names)
-    )
+    wanted = set()
+    for name in LIBRARIES:
+        for symbol in _symbols("-D", "-u", _torch() / "lib" / name):
+            wanted.add(symbol.partition("@")[0])
+    wanted -= set(_symbols("--defined-only", folder / "device.o"))
+    rest = ""
+    for name in sorted(filter(NAMES.match, wanted)):
+        rest += f'extern "C" long {name}() {{ return 0; }}\n'
+    (folder / "rest.cpp").write_text(rest)
     _run(*compiler, "-c", folder / "rest.cpp", "-o", folder / "rest.o")
     part = library.with_suffix(".part")
-    _run(
-        "g++",
-        "-shared",
-        "-Wl,-soname,libcuda.so.1",
-        folder / "device.o",
-        folder / "rest.o",
-        "-ldl",
-        "-o",
-        part,
-    )
+    objects = (folder / "device.o", folder / "rest.o")
+    linker = ("g++", "-shared", "-Wl,-soname,libcuda.so.1")
+    _run(*linker, *objects, "-ldl", "-o", part)
     (folder / "libnvidia-ml.so.1").symlink_to(library.name)
     part.rename(library)
 
 
+def _symbols(*words: object) -> list[str]:
+    return _run("nm", "--format=just-symbols", *words).split()
+
+
 def _run(*words: object) -> str:
-    return subprocess.run(
-        [*map(str, words)], check=True, stdout=subprocess.PIPE, text=True
-    ).stdout
+    argv = list(map(str, words))
+    return subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 @functools.cache

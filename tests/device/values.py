@@ -16,36 +16,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 # They only look at memory or move it, and move it here too.
-SAME = {
-    "as_strided",
-    "view",
-    "_local_scalar_dense",
-    "empty",
-    "empty_strided",
-    "set_",
-    "resize_",
-    "record_stream",
-}
-SAME |= {
-    "is_pinned",
-    "_pin_memory",
-    "unfold",
-    "view_as_real",
-    "view_as_complex",
-    "_reshape_alias",
-    "is_set_to",
-}
+SAME = set(
+    """
+    as_strided view _local_scalar_dense empty empty_strided set_ resize_ record_stream is_pinned _pin_memory
+    unfold view_as_real view_as_complex _reshape_alias is_set_to
+    """.split()
+)
 # Computed by the host alone: the sizes of their results depend on the values; torch
 # takes no boxed call of the last.
-BY_VALUE = {
-    "nonzero",
-    "masked_select",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "repeat_interleave",
-}
-BY_VALUE |= {"pow.Scalar"}
+BY_VALUE = set(
+    """
+    nonzero masked_select _unique2 unique_dim unique_consecutive repeat_interleave pow.Scalar
+    """.split()
+)
 
 
 def _softmax(x: Tensor, dim: int, to_float: bool) -> Tensor:
@@ -87,73 +70,57 @@ def install() -> None:
     """For all operations of this process, and those that are forked from it."""
     library = torch.library.Library("aten", "IMPL")
     kept.append(library)
-    _host.device_host.argtypes, _host.device_host.restype = (
-        [ctypes.c_void_p],
-        ctypes.c_void_p,
-    )
-    names = torch._C._dispatch_get_all_op_names()
-    for name in (name for name in names if name.startswith("aten::")):
-        short, _, overload = name.removeprefix("aten::").partition(".")
-        own = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
+    _host.device_host.argtypes = [ctypes.c_void_p]
+    _host.device_host.restype = ctypes.c_void_p
+    for full_name in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = full_name.partition("::")
+        if namespace != "aten":
+            continue
+        short, _, overload = name.partition(".")
+        own = torch._C._dispatch_has_kernel_for_dispatch_key(full_name, "CUDA")
         if short in SAME or not (own or short == "copy_"):
             continue
         operation = getattr(getattr(torch.ops.aten, short), overload or "default")
-        if any(
-            each.alias_info and not each.alias_info.is_write
-            for each in operation._schema.returns
-        ):
+        if any(_is_alias(each, written=False) for each in operation._schema.returns):
             continue  # a view
-        library.impl(
-            name.removeprefix("aten::"),
-            _twice(operation, short, overload),
-            "CUDA",
-            with_keyset=True,
-            allow_override=own,
-        )
+        kernel = _twice(operation, short, overload)
+        library.impl(name, kernel, "CUDA", with_keyset=True, allow_override=own)
+
+
+def _is_alias(argument, written: bool) -> bool:
+    return bool(argument.alias_info) and argument.alias_info.is_write == written
 
 
 def _twice(operation, short: str, overload: str):
     real = torch.library.get_kernel(operation, "CUDA")
-    writes = any(
-        each.alias_info and each.alias_info.is_write
-        for each in operation._schema.arguments
-    )
-
-    tensors = [
-        place
-        for place, each in enumerate(operation._schema.arguments)
-        if str(each.type) == "Tensor"
-    ]
+    arguments = operation._schema.arguments
+    writes = any(_is_alias(each, written=True) for each in arguments)
     packet = getattr(torch.ops.aten, short)
     compute = operation if overload else MIXED.get(short, operation)
+    by_value = short in BY_VALUE or f"{short}.{overload}" in BY_VALUE
 
     def kernel(keys, *args, **kwargs):
-        if short in BY_VALUE or f"{short}.{overload}" in BY_VALUE:
-            return tree_map(
-                _to_device,
-                operation(*tree_map(on_host, args), **tree_map(on_host, kwargs)),
-            )
-        numbers = [
-            place
-            for place in tensors
-            if place < len(args) and isinstance(args[place], int | float)
-        ]
-        typed = [
-            _tensor(each, args) if place in numbers else each
-            for place, each in enumerate(args)
-        ]
+        def on_cpu(function):
+            return function(*tree_map(on_host, args), **tree_map(on_host, kwargs))
+
+        if by_value:
+            return tree_map(_to_device, on_cpu(operation))
+        typed = list(args)
+        function = compute
+        for place, value in enumerate(args):
+            takes_tensor = str(arguments[place].type) == "Tensor"
+            if takes_tensor and isinstance(value, int | float):
+                typed[place] = _tensor(value, args)
+                function = packet
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         state = generator.initial_seed(), generator.get_offset()
         result = real.call_boxed(keys, *typed, **kwargs)
         drawn = generator.get_offset() != state[1]
         with _drawing_from(state) if drawn else contextlib.nullcontext():
-            found = (packet if numbers else compute)(
-                *tree_map(on_host, args), **tree_map(on_host, kwargs)
-            )
+            values = on_cpu(function)
         if not writes:
-            for device, host in zip(
-                tree_leaves(result), tree_leaves(found), strict=True
-            ):
+            pairs = zip(tree_leaves(result), tree_leaves(values), strict=True)
+            for device, host in pairs:
                 if isinstance(device, Tensor) and device.numel():
                     on_host(device).copy_(host)
         return result
@@ -181,26 +148,22 @@ def on_host(value):
     if not isinstance(value, Tensor) or not value.is_cuda:
         return value
     storage = value.untyped_storage()
+    shape = value.shape
     if not storage.nbytes():
-        return torch.empty(value.shape, dtype=value.dtype).as_strided(
-            value.shape, value.stride()
-        )
-    memory = (ctypes.c_char * storage.nbytes()).from_address(
-        _host.device_host(storage.data_ptr())
-    )
+        empty = torch.empty(shape, dtype=value.dtype)
+        return empty.as_strided(shape, value.stride())
+    start = _host.device_host(storage.data_ptr())
+    memory = (ctypes.c_char * storage.nbytes()).from_address(start)
     flat = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    return torch.empty((), dtype=value.dtype).set_(
-        flat, value.storage_offset(), value.shape, value.stride()
-    )
+    tensor = torch.empty((), dtype=value.dtype)
+    return tensor.set_(flat, value.storage_offset(), shape, value.stride())
 
 
 def _tensor(number: float, args) -> Tensor:
     """A number as a tensor, of the type that it would have beside the tensors of
     `args`."""
-    found = torch.result_type(
-        next(each for each in args if isinstance(each, Tensor)), number
-    )
-    return torch.tensor(number, dtype=found)
+    beside = next(each for each in args if isinstance(each, Tensor))
+    return torch.tensor(number, dtype=torch.result_type(beside, number))
 
 
 def _to_device(value):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from megatron_2bw.base.local_ranks import run_world
-from tests.distributed.reference import Rule, reference
-from tests.distributed.training import Run, full_weights, train
+from tests.distributed.reference_modes import Rule, reference
+from tests.distributed.training import Run, command, full_weights, train
 from tests.session import once_a_session
 
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -19,9 +19,8 @@ def run_pipeline(argv: list[str], ranks: int, prepare=None, finish=None) -> list
 
 def run_reference(runs: list[Run], argv: list[str], microbatches: int, **rule) -> Run:
     """The reference of `argv`, with the norm added in the order of `runs`."""
-    return reference_run(
-        argv, Rule(microbatches, norm_order=[run.names for run in runs], **rule)
-    )
+    norm_order = [run.names for run in runs]
+    return reference_run(argv, Rule(microbatches, norm_order=norm_order, **rule))
 
 
 @once_a_session
@@ -29,32 +28,73 @@ def reference_run(argv: list[str], rule: Rule) -> Run:
     return run_world(1, reference, argv, rule)[0]
 
 
+def check_rule(
+    stages: int,
+    microbatches: int,
+    *flags: str,
+    own: str = "",
+    schedule: str = "2bw",
+    prepare=None,
+    finish=None,
+    exact: bool = True,
+    tolerance: float = 1e-6,
+    rule: dict | None = None,
+    **changes,
+) -> tuple[list[Run], Run]:
+    """Train the same model with a pipeline and with the reference: losses, weights and
+    skipped steps must be equal. Returns the ranks' runs, and the reference's.
+
+    own           flags of the pipeline alone
+    rule          values of Rule
+    flags, changes, schedule  of `command`
+    """
+    argv = command(stages, microbatches, schedule, *flags, own, **changes)
+    runs = run_pipeline(argv, stages, prepare, finish)
+    argv = command(1, microbatches, schedule, *flags, **changes)
+    rule = {"microbatches": microbatches} | (rule or {})
+    expected = run_reference(runs, argv, **rule)
+    for run in runs:
+        assert run.skipped == expected.skipped
+    assert_same(runs, expected, exact, tolerance)
+    return runs, expected
+
+
 def assert_same(
-    runs: list[Run], expected: Run, exact: bool, tolerance: float = 1e-6
+    runs: list[Run], expected: Run, exact: bool = True, tolerance: float = 1e-6
 ) -> None:
     """Losses and all final weights: equal bits, or equal relative to the largest
     element of each tensor."""
-    losses = torch.stack(runs[-1].losses)
-    assert_close(losses, torch.stack(expected.losses), "losses", exact, tolerance)
+    assert_same_losses(runs, [expected], exact, tolerance)
     weights = full_weights(runs)
     assert weights.keys() == expected.weights.keys()
     for name, value in expected.weights.items():
         assert_close(weights[name], value, name, exact, tolerance)
 
 
+def assert_same_losses(runs, others, exact: bool = True, tolerance=1e-6) -> None:
+    """Those of the last ranks."""
+    found = torch.stack(runs[-1].losses)
+    expected = torch.stack(others[-1].losses)
+    assert_close(found, expected, "losses", exact, tolerance)
+
+
 def assert_close(found, expected, name: str, exact: bool, tolerance: float) -> None:
+    difference = (found - expected).abs().max()
     if exact:
-        assert torch.equal(found, expected), (
-            f"{name} differs by {(found - expected).abs().max()}"
-        )
+        assert torch.equal(found, expected), f"{name} differs by {difference}"
     else:
-        error = ((found - expected).abs().max() / expected.abs().max()).item()
+        error = (difference / expected.abs().max()).item()
         assert error <= tolerance, f"{name}: relative error {error}"
 
 
 def assert_same_runs(
-    runs: list[Run], others: list[Run], exact: bool, tolerance: float = 1e-6
+    runs: list[Run], others: list[Run], exact: bool = True, tolerance: float = 1e-6
 ) -> None:
     """Two pipelines of the same model, of any depths."""
     other = Run(losses=others[-1].losses, weights=full_weights(others))
     assert_same(runs, other, exact, tolerance)
+
+
+def assert_equal_replicas(first: Run, second: Run) -> None:
+    for name, value in first.weights.items():
+        assert torch.equal(value, second.weights[name]), "the replicas have drifted"

@@ -44,7 +44,9 @@ from tests.distributed.training import BERT, TINY, Run, full_weights, train
 # microbatches. None takes a flag away.
 Config = dict[str, Any]
 
-STAGES, TENSOR = "--pipeline-model-parallel-size", "--tensor-model-parallel-size"
+STAGES = "--pipeline-model-parallel-size"
+TENSOR = "--tensor-model-parallel-size"
+SCHEDULE = "--pipeline-schedule"
 FLUSH = ("pipedream-flush", "gpipe", "no-pipelining")
 ASYNC = "--async-save --use-persistent-ckpt-worker --async-strategy mcore"
 FORMATS = ["", "", "--ckpt-format torch", ASYNC, "--dist-ckpt-optim-fully-reshardable"]
@@ -102,12 +104,11 @@ NEUTRAL = f"""
 0.2 --two-bw-trace {{folder}}/trace | --tensorboard-dir {{folder}}/board | --log-params-norm | --log-throughput
 0.2 --log-num-zeros-in-grad | --manual-gc | --num-workers 1 | --exit-signal-handler
 0.2 --timing-log-level 2 --no-barrier-with-level-1-timing | --no-check-for-nan-in-loss-and-grad"""
-CHECKS = (
-    "again width tensor microbatch-size double-batch megatron megatron kill kill "
-    "resized resized"
-).split()
+CHECKS = """
+    again width tensor microbatch-size double-batch megatron megatron kill kill resized resized
+    depth depth depth neutral neutral neutral neutral resume resume resume resume
+""".split()
 RESUMED = ("resume", "resized")  # resized: at other sizes
-CHECKS += ["depth"] * 3 + ["neutral"] * 4 + ["resume"] * 4
 
 
 @dataclass
@@ -120,17 +121,18 @@ class Draw:
 
 def config(text: str) -> Config:
     """Of a text such as "--bf16 --clip-grad 0"."""
-    parts = [part.split() for part in re.split(r"(?=--)", text)]
-    return {
-        words[0]: None if words[1:] == ["None"] else " ".join(words[1:])
-        for words in parts
-        if words
-    }
+    flags = {}
+    for part in re.split(r"(?=--)", text):
+        flag, _, value = part.strip().partition(" ")
+        if flag:
+            flags[flag] = None if value == "None" else value
+    return flags
 
 
 def some(draw: random.Random, table: str, often: float = 1.0) -> Config:
-    chosen: Config = {}
-    for share, row in (line.split(" ", 1) for line in table.strip().splitlines()):
+    chosen = {}
+    for line in table.strip().splitlines():
+        share, row = line.split(" ", 1)
         if draw.random() < float(share) * often:
             chosen |= config(draw.choice(row.split("|")))
     return chosen
@@ -148,116 +150,105 @@ def ranks(one: Config) -> int:
     return size(one, STAGES) * size(one, TENSOR) * size(one, "width")
 
 
-def new_draw(draw: random.Random) -> Draw:
-    """Legal or not."""
-    check = draw.choice(CHECKS)
-    schedule = draw.choice(
-        FLUSH
-        if check == "megatron"
-        else ("2bw",) * 8 + (*FLUSH, "pipedream", "megatron")
-    )
-    base = {
+def replicas(one: Config) -> int:
+    """Ranks of a stage."""
+    return size(one, TENSOR) * size(one, "width")
+
+
+def new_base(draw: random.Random, check: str) -> Config:
+    schedules = ("2bw",) * 8 + (*FLUSH, "pipedream", "megatron")
+    schedule = draw.choice(FLUSH if check == "megatron" else schedules)
+    base: Config = {
         "task": draw.choice(("gpt", "gpt", "bert")),
-        "--pipeline-schedule": schedule,
+        SCHEDULE: schedule,
+        STAGES: draw.choice((1, 2, 2, 3, 4)),
+        "microbatches": draw.randint(1, 6),
     }
-    base |= {STAGES: draw.choice((1, 2, 2, 3, 4)), "microbatches": draw.randint(1, 6)}
-    base |= {TENSOR: 2} if draw.random() < 0.2 or check == "tensor" else {}
-    base |= {"width": 2} if draw.random() < 0.3 or check == "width" else {}
+    if draw.random() < 0.2 or check == "tensor":
+        base[TENSOR] = 2
+    if draw.random() < 0.3 or check == "width":
+        base["width"] = 2
     base |= some(draw, MODEL) | some(draw, RULE) | some(draw, NEUTRAL, 0.4)
     # else the masks are others
     if check in ("again", "neutral", "megatron", "resume", "kill"):
         base |= some(draw, DROPOUT)
     if base["task"] == "gpt" and draw.random() < 0.4:
         base |= some(draw, KINDS)
-        base = (
-            base
-            if "--num-experts" in base
-            else without(base, *re.findall(r"--moe-[\w-]+|--expert-[\w-]+", KINDS))
-        )
+        if "--num-experts" not in base:
+            base = without(base, *re.findall(r"--moe-[\w-]+|--expert-[\w-]+", KINDS))
     if draw.random() < 0.2:
         base |= config(f"--lora-base {{folder}}/base {draw.choice(LORA)}")
-    microbatches, often = base["microbatches"], draw.randint(1, 5)
-    # and without what goes with a number of stages
+    return base
+
+
+LOAD = "--load {folder}/saved"
+# Batches 0 and 1 of 2bw both run on W(0).
+ONE_STEP = (
+    "--pipeline-schedule 2bw --train-iters 2 --optimizer sgd --sgd-momentum 0 "
+    "--weight-decay 0 --clip-grad 0 --lr 0.05 --lr-decay-style constant "
+    "--lr-warmup-iters 0"
+)
+
+
+def new_draw(draw: random.Random) -> Draw:
+    """Legal or not."""
+    check = draw.choice(CHECKS)
+    base = new_base(draw, check)
+    microbatches = base["microbatches"]
+    at: float = draw.randint(1, 5)
     depth = {STAGES: draw.choice((1, 2, 3, 4))}
-    depth |= {
-        flag: None
-        for flag in base
-        if flag.endswith("-pipeline-num-layers") or flag == "--two-bw-extra-warmup"
-    }
-    saved = config(
-        f"--save {{folder}}/saved --save-interval {often} {draw.choice(FORMATS)}"
-    )
-    change: Config = {}
+    for flag in base:  # what goes with a number of stages
+        if flag.endswith("-pipeline-num-layers") or flag == "--two-bw-extra-warmup":
+            depth[flag] = None
+    save = f"--save {{folder}}/saved --save-interval {at} {draw.choice(FORMATS)}"
+    if check in (*RESUMED, "kill"):
+        base = without(base, *config(ASYNC), "--ckpt-format") | config(save)
+    change = {}
     match check:
         case "depth":
             change = depth
         case "neutral":
-            change = some(draw, NEUTRAL) or {"--log-interval": 2}
+            change = some(draw, NEUTRAL) or config("--log-interval 2")
             base = without(base, *change)
         case "megatron":
-            change = {"--pipeline-schedule": "megatron", "--two-bw-trace": None}
+            change = config(f"{SCHEDULE} megatron --two-bw-trace None")
         case "width":
-            change = {
-                "width": 1,
-                "microbatches": 2 * microbatches,
-                "--expert-model-parallel-size": None,
-            }
+            change = config("--expert-model-parallel-size None")
+            change |= {"width": 1, "microbatches": 2 * microbatches}
         case "tensor":
             base = without(base, "--swiglu")  # its two halves lie in one matrix
             change = {TENSOR: None}
-        # a BERT's microbatches have masked words of different numbers
         case "microbatch-size":
-            base |= {
-                "task": "gpt",
-                "microbatches": 2 * microbatches,
-                "--micro-batch-size": 2,
-            }
-            change = {"microbatches": microbatches, "--micro-batch-size": 4}
-        case "double-batch":  # batches 0 and 1 of 2bw both run on W(0)
-            base = without(base, *re.findall(r"--[\w-]+", RULE)) | {
-                "--pipeline-schedule": "2bw",
-                "--train-iters": 2,
-            }
-            base |= config(
-                "--optimizer sgd --sgd-momentum 0 --weight-decay 0 --clip-grad 0 --lr 0.05"
-            )
-            base |= config("--lr-decay-style constant --lr-warmup-iters 0")
-            change = {"--train-iters": 1, "microbatches": 2 * microbatches, "--lr": 0.1}
+            # a BERT's microbatches have masked words of different numbers
+            base |= {"task": "gpt", "microbatches": 2 * microbatches}
+            base |= config("--micro-batch-size 2")
+            change = config("--micro-batch-size 4") | {"microbatches": microbatches}
+        case "double-batch":
+            base = without(base, *re.findall(r"--[\w-]+", RULE)) | config(ONE_STEP)
+            change = config("--train-iters 1 --lr 0.1")
+            change["microbatches"] = 2 * microbatches
         case "resume" | "resized":
-            base = without(base, *config(ASYNC), "--ckpt-format") | saved
-            change = dict.fromkeys(("--save", "--save-interval", *config(ASYNC))) | {
-                "--load": "{folder}/saved"
-            }
+            change = dict.fromkeys(("--save", "--save-interval", *config(ASYNC)))
+            change |= config(LOAD)
             if check == "resized":
                 base = without(base, "--ckpt-format")
                 change |= depth | {TENSOR: draw.choice((None, None, 2))}
         case "kill":
-            base = (
-                without(base, *config(ASYNC), "--ckpt-format")
-                | saved
-                | {"--load": "{folder}/saved"}
-            )
-            base |= {"--train-iters": 20}
-    return Draw(
-        check, base, change, round(draw.random(), 3) if check == "kill" else often
-    )
+            base |= config(f"{LOAD} --train-iters 20")
+            at = round(draw.random(), 3)
+    return Draw(check, base, change, at)
 
 
 def words(one: Config, folder: Path) -> list[str]:
     """The command line; a BERT's begins with its script, as `train` takes it."""
-    flags = (
-        TINY
-        | {flag: value for flag, value in one.items() if flag.startswith("--")}
-        | {"--mock-data": ""}
-    )
+    flags = TINY | one | {"--mock-data": ""}
     samples = size(one, "microbatches") * size(one, "width")
-    flags |= {"--global-batch-size": samples * int(flags["--micro-batch-size"])}
-    text = " ".join(
-        f"{flag} {value}" for flag, value in flags.items() if value is not None
-    )
-    return [BERT] * (one.get("task") == "bert") + text.replace(
-        "{folder}", str(folder)
-    ).split()
+    flags["--global-batch-size"] = samples * int(flags["--micro-batch-size"])
+    argv = [BERT] if one.get("task") == "bert" else []
+    for flag, value in flags.items():
+        if flag.startswith("--") and value is not None:
+            argv += f"{flag} {value}".replace("{folder}", str(folder)).split()
+    return argv
 
 
 # --- what the rules say, and what must hold
@@ -267,46 +258,29 @@ def words(one: Config, folder: Path) -> list[str]:
 def megatron_lacks(one: Config) -> str:
     """What Megatron 0.19 finds wrong only when it builds the model or the optimizer, or
     when it saves; or nothing."""
-    optimizer, distributed = (
-        one.get("--optimizer"),
-        "--use-distributed-optimizer" in one,
-    )
-    if (
-        optimizer in ("muon", "lion", "soap")
-        and "--fp16" in one
-        or optimizer == "sgd"
-        and distributed
-    ):
+    optimizer = one.get("--optimizer")
+    saves = one.get("--save")
+    stages = size(one, STAGES)
+    if optimizer in ("muon", "lion", "soap") and "--fp16" in one:
         return "its optimizer has not both"
-    if (
-        optimizer == "soap"
-        and one.get("--save")
-        and one.get("--ckpt-format") != "torch"
-    ):
+    if optimizer == "sgd" and "--use-distributed-optimizer" in one:
+        return "its optimizer has not both"
+    if optimizer == "soap" and saves and one.get("--ckpt-format") != "torch":
         return "the state of soap in this format"
     if "--num-experts" in one and size(one, TENSOR) > 1:
         return "sequence parallelism without Apex, which experts on tensor ranks need"
-    if (
-        "--mtp-num-layers" in one
-        and UNTIED not in one
-        and one.get("--save")
-        and size(one, STAGES) > 1
-    ):
+    if "--mtp-num-layers" in one and UNTIED not in one and saves and stages > 1:
         return "a save of tied embeddings with --mtp-num-layers"
-    own = [
-        int(one[flag])
-        for flag in one
-        if flag.endswith("-pipeline-num-layers") and one[flag]
-    ]
-    layers, stages = (
-        size(TINY | one, "--num-layers") - sum(own),
-        size(one, STAGES) - len(own),
-    )
-    return (
-        "an uneven split"
-        if own and (stages < 1 or layers < stages or layers % stages)
-        else ""
-    )
+    layers = size(TINY | one, "--num-layers")
+    uneven = False
+    for flag in one:
+        if flag.endswith("-pipeline-num-layers") and one[flag]:
+            uneven = True
+            layers -= int(one[flag])
+            stages -= 1
+    if uneven and (stages < 1 or layers < stages or layers % stages):
+        return "an uneven split"
+    return ""
 
 
 def refusals(_rank: int, draws: list[Draw], folder: Path) -> list[str]:
@@ -318,25 +292,17 @@ def refusals(_rank: int, draws: list[Draw], folder: Path) -> list[str]:
     def stop(line: str) -> None:
         raise SystemExit(line)
 
+    unread = ("--load", "--tensorboard-dir", "--lora-base", *config(" ".join(LORA)))
+
     def refusal(one: Config) -> str:
-        if lack := megatron_lacks(one):
+        lack = megatron_lacks(one)
+        if lack:
             return lack
-        argv = words(
-            without(
-                one,
-                "--load",
-                "--tensorboard-dir",
-                *config(" ".join(LORA)),
-                "--lora-base",
-            ),
-            folder,
-        )
-        os.environ["WORLD_SIZE"], sys.argv[1:] = (
-            str(ranks(one)),
-            [word for word in argv if word != BERT],
-        )
+        argv = words(without(one, "task", *unread), folder)
+        os.environ["WORLD_SIZE"] = str(ranks(one))
+        sys.argv[1:] = argv
         try:
-            parse(parse_early(sys.argv[1:], stop, one.get("task", "gpt")), stop)
+            parse(parse_early(argv, stop, one.get("task", "gpt")), stop)
         except SystemExit as end:
             return str(end.code)
         finally:
@@ -356,91 +322,80 @@ BASE = (
 )
 
 
+def is_exact(draw: Draw) -> bool:
+    """Whether nothing is added in another order."""
+    clips = float(draw.base.get("--clip-grad", 1)) > 0
+    if draw.check == "depth":
+        stages = (size(draw.base, STAGES), size(draw.base | draw.change, STAGES))
+        tied = UNTIED not in draw.base or "--mtp-num-layers" in draw.base
+        return not clips and (not tied or min(stages) > 1 or max(stages) == 1)
+    if draw.check == "neutral":
+        return not (clips and "--use-distributed-optimizer" in draw.change)
+    return draw.check in ("again", "megatron", "resume", "kill")
+
+
 def tolerance(draw: Draw) -> float:
     """Of the losses, relative to the largest; 0: bitwise, weights too. Refused if the
     rounding has no bound."""
-    base, other = draw.base, draw.base | draw.change
-    clips, stages = (
-        float(base.get("--clip-grad", 1)) > 0,
-        (size(base, STAGES), size(other, STAGES)),
-    )
-    if base.get("--pipeline-schedule") == "pipedream" and draw.check not in (
-        "again",
-        "neutral",
-        "tensor",
-    ):
+    base = draw.base
+    same_rule = ("again", "neutral", "tensor")
+    if base.get(SCHEDULE) == "pipedream" and draw.check not in same_rule:
         raise Refused(
             "pipedream's losses depend on depth and microbatches, and it resumes "
             "with the newest weights"
         )
-    if draw.check in ("microbatch-size", "double-batch") and any(
-        flag.startswith("--moe-") for flag in base
-    ):
-        raise Refused(
-            "routers' losses and biases are of one microbatch, or of one batch"
-        )
-    if draw.check == "depth":
-        apart = UNTIED in base and "--mtp-num-layers" not in base
-        same = not clips and (apart or min(stages) > 1 or max(stages) == 1)
-    elif draw.check == "neutral":
-        same = not (clips and "--use-distributed-optimizer" in draw.change)
-    else:
-        same = draw.check in ("again", "megatron", "resume", "kill")
-    if same or draw.check == "double-batch":
-        return 0 if same else 1e-6
-    optimizer, short = (
-        base.get("--optimizer", "adam"),
-        not {"--bf16", "--fp16"}.isdisjoint(base),
-    )
-    bounds = {"adam": 2e-6, "sgd": 2e-6}
-    # by default Muon orthogonalizes each tensor rank's part
-    if size(base, TENSOR) == size(other, TENSOR):
-        bounds["muon"] = 1e-3
-    if short:  # an ulp flips the rounding of a weight
+    experts = any(flag.startswith("--moe-") for flag in base)
+    if experts and draw.check in ("microbatch-size", "double-batch"):
+        raise Refused("routers' losses and biases are of one microbatch or batch")
+    if is_exact(draw):
+        return 0
+    if draw.check == "double-batch":
+        return 1e-6
+    optimizer = base.get("--optimizer", "adam")
+    if "--bf16" in base or "--fp16" in base:  # an ulp flips the rounding of a weight
         bounds = {"adam": 2e-3, "sgd": 2e-3}
+    else:
+        bounds = {"adam": 2e-6, "sgd": 2e-6}
+        # by default Muon orthogonalizes each tensor rank's part
+        if size(base, TENSOR) == size(base | draw.change, TENSOR):
+            bounds["muon"] = 1e-3
     if optimizer not in bounds:
-        raise Refused(
-            f"the rounding of {optimizer} in {'16' if short else '32'} bits has no bound"
-        )
+        raise Refused(f"the rounding of {optimizer} has no bound here")
     return bounds[optimizer]
+
+
+def refusal_of(error: WorldError, one: Config) -> Exception:
+    # Megatron ends with status 16, too
+    if "--loss-scale" in one and "Unexpected result inf" in str(error):
+        return Refused("the constant loss scale is too large: a gradient is infinite")
+    # it finds some mistakes while it builds the model
+    line = re.search(r"py: error: (.*)", str(error))
+    if line and "SystemExit: 2" in str(error):
+        return Refused(line[1])
+    return error
 
 
 def run(one: Config, folder: Path, prepare: Any = None) -> list[Run]:
     """By rank. Copies of a weight must be equal. WorldError if the run fails."""
     try:
         runs = run_world(ranks(one), train, words(one, folder), prepare)
-    # Megatron finds some mistakes while it builds the model
     except WorldError as error:
-        line = re.search(r"py: error: (.*)", str(error))
-        # Megatron ends with status 16, too
-        if "--loss-scale" in one and "Unexpected result inf" in str(error):
-            raise Refused(
-                "the constant loss scale is too large: a gradient is infinite"
-            ) from None
-        raise (
-            Refused(line[1]) if line and "SystemExit: 2" in str(error) else error
-        ) from None
-    tensor, apart = size(one, TENSOR), size(one, TENSOR) * size(one, "width")
-    # tied copies too
-    weights = [full_weights(runs[rank::apart]) for rank in range(apart)]
-    for rank in range(tensor, apart):
-        # experts may be apart
-        both = weights[rank].keys() & weights[rank % tensor].keys()
-        one, other = (
-            {name: weights[k][name] for name in both} for k in (rank, rank % tensor)
-        )
-        assert_equal(one, other, f" of pipeline {rank // tensor}")
+        raise refusal_of(error, one) from None
+    tensor = size(one, TENSOR)
+    weights = []
+    for rank in range(replicas(one)):
+        weights.append(full_weights(runs[rank :: replicas(one)]))  # tied copies too
+        first = weights[rank % tensor]
+        for name in weights[rank].keys() & first.keys():  # experts may be apart
+            equal = torch.equal(weights[rank][name], first[name])
+            assert equal, f"{name} of pipeline {rank // tensor} differs"
     return runs
 
 
-def assert_equal(
-    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str = ""
-) -> None:
+def assert_equal(found: dict, expected: dict) -> None:
     assert found.keys() == expected.keys()
-    wrong = [
-        name for name, value in expected.items() if not torch.equal(found[name], value)
-    ]
-    assert not wrong, f"{len(wrong)} weights{what} differ: {wrong[0]}"
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), f"{name} differs, but no loss"
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -448,40 +403,47 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
+def distance_of_weights(draw: Draw, first: list[Run], second: list[Run]) -> float:
+    weights = full_weights(second[:: replicas(draw.base)])
+    far = 0.0
+    for name, value in full_weights(first[:: replicas(draw.base)]).items():
+        far = max(far, distance(weights[name], value))
+    return far
+
+
+def distance_of_losses(draw: Draw, first: list[Run], second: list[Run]) -> float:
+    """Of the iterations that the second run has, too; their skipped steps are the
+    same."""
+    iterations = len(first[-1].iterations)
+    done = iterations - len(second[-1].iterations)
+    if draw.check != "kill":
+        expected = int(draw.at) if draw.check in RESUMED else 0
+        assert done == expected, f"{done} iterations are missing"
+    losses = torch.stack(first[-1].losses)
+    assert losses.isfinite().all()
+    assert len(losses.unique()) > len(losses) // 2, "the losses stand still"
+    if first[-1].skipped[done:] != second[-1].skipped:
+        fp16_sums = {"--fp16", "--calculate-per-token-loss"} <= draw.base.keys()
+        if draw.check == "width" and fp16_sums:
+            raise Refused("sums in fp16 overflow in one order only, as Megatron's")
+        raise AssertionError("other steps are skipped")
+    rest = losses[len(losses) * done // iterations :]
+    return distance(torch.stack(second[-1].losses), rest)
+
+
 def compare(draw: Draw, limit: float, first: list[Run], second: list[Run]) -> None:
     """AssertionError if the losses are too far apart, or a weight or a skipped step
     differs."""
-    apart = size(draw.base, TENSOR) * size(draw.base, "width")
-    if draw.check == "double-batch":
-        found, expected = full_weights(second[::apart]), full_weights(first[::apart])
-        far = max(distance(found[name], value) for name, value in expected.items())
-    else:
-        done, left = len(first[-1].iterations), len(second[-1].iterations)
-        assert draw.check == "kill" or left == done - int(
-            draw.at if draw.check in RESUMED else 0
-        ), f"{left} left"
-        expected, found = torch.stack(first[-1].losses), torch.stack(second[-1].losses)
-        assert (
-            expected.isfinite().all() and len(expected.unique()) > len(expected) // 2
-        ), "the losses stand still"
-        far = distance(found, expected[len(expected) * (done - left) // done :])
-        same = first[-1].skipped[done - left :] == second[-1].skipped
-        if (
-            not same
-            and draw.check == "width"
-            and {"--fp16", "--calculate-per-token-loss"} <= draw.base.keys()
-        ):
-            raise Refused(
-                "sums of gradients in fp16 overflow in one order only, with Megatron's schedule too"
-            )
-        assert same, "other steps are skipped"
+    double = draw.check == "double-batch"
+    measure = distance_of_weights if double else distance_of_losses
+    far = measure(draw, first, second)
     assert far <= limit, f"relative distance {far:.2g}"
-    for rank in range(apart if limit == 0 else 0):
-        assert_equal(
-            full_weights(second[rank::apart]),
-            full_weights(first[rank::apart]),
-            ", but no loss,",
-        )
+    if limit == 0:
+        step = replicas(draw.base)
+        for rank in range(step):
+            assert_equal(
+                full_weights(second[rank::step]), full_weights(first[rank::step])
+            )
 
 
 def kill_later(rank: int, seconds: float, model: Any, optimizer: Any) -> None:
@@ -489,33 +451,33 @@ def kill_later(rank: int, seconds: float, model: Any, optimizer: Any) -> None:
         threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
+def save_base(base: Config, folder: Path) -> None:
+    """The model that --lora-base names."""
+    model = {"task": base["task"]}
+    for flag, value in base.items():
+        if flag in MODEL + KINDS and "-pipeline-" not in flag:
+            model[flag] = value
+    run(model | config(BASE), folder)
+
+
 def check(draw: Draw) -> None:
     """AssertionError says what is wrong; a WorldError is one."""
     limit = tolerance(draw)
     with tempfile.TemporaryDirectory(prefix="draws_") as name:
-        folders = [
-            Path(name, "first"),
-            Path(name, "first" if draw.check in RESUMED else "second"),
-        ]
-        for folder in {*folders} if "--lora-base" in draw.base else ():
-            model = {
-                flag: value
-                for flag, value in draw.base.items()
-                if flag in MODEL + KINDS and "-pipeline-" not in flag
-            }
-            run({"task": draw.base["task"]} | model | config(BASE), folder)
-        first = run(draw.base, folders[0])
+        folder = Path(name, "first")
+        other = folder if draw.check in RESUMED else Path(name, "second")
+        if "--lora-base" in draw.base:
+            for each in {folder, other}:
+                save_base(draw.base, each)
+        first = run(draw.base, folder)
         if draw.check in RESUMED:
-            (folders[0] / "saved" / TRACKER).write_text(str(int(draw.at)))
+            (folder / "saved" / TRACKER).write_text(str(int(draw.at)))
         if draw.check == "kill":
             victim = int(1000 * draw.at) % ranks(draw.base)
+            kill = functools.partial(kill_later, victim, draw.at)
             with contextlib.suppress(WorldError):
-                run(
-                    draw.base,
-                    folders[1],
-                    functools.partial(kill_later, victim, draw.at),
-                )
-        compare(draw, limit, first, run(draw.base | draw.change, folders[1]))
+                run(draw.base, other, kill)
+        compare(draw, limit, first, run(draw.base | draw.change, other))
 
 
 # --- many draws
@@ -537,8 +499,10 @@ def legal(source: random.Random, refused: list[str]) -> Iterator[Draw]:
 
 def try_draws(seed: int, number: int, minutes: float = 1e9) -> int:
     """How many of them fail. Each failure is printed at once, with its command."""
-    begin, drawn, failures = time.monotonic(), 0, 0
-    refused: list[str] = []
+    begin = time.monotonic()
+    failures = 0
+    drawn = 0
+    refused = []
     for draw in legal(random.Random(seed), refused):
         try:
             check(draw)
@@ -547,12 +511,12 @@ def try_draws(seed: int, number: int, minutes: float = 1e9) -> int:
             continue
         except AssertionError as error:
             failures += 1
-            print(
-                f"FAILED: {str(error)[-4000:]}\n  --case '{json.dumps(asdict(draw))}'"
-            )
-        drawn, seconds = drawn + 1, time.monotonic() - begin
-        found = f"{drawn} draws in {seconds:.0f} s, {len(refused)} refused, {failures} failures"
-        print(f"seed {seed}: {found}", flush=True)
+            case = json.dumps(asdict(draw))
+            print(f"FAILED: {str(error)[-4000:]}\n  --case '{case}'")
+        drawn += 1
+        seconds = time.monotonic() - begin
+        counts = f"{len(refused)} refused, {failures} failures"
+        print(f"seed {seed}: {drawn} draws in {seconds:.0f} s, {counts}", flush=True)
         if drawn >= number or seconds >= 60 * minutes:
             break
     return failures

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_2bw.base.local_ranks import run_world
-from tests.distributed.compare import UNTIED, run_pipeline
-from tests.distributed.test_equivalence import NO_BIAS
+from tests.distributed.compare import UNTIED, assert_same_losses, run_pipeline
+from tests.distributed.test_update_rule import NO_BIAS
 from tests.distributed.training import Run, command, train
 
 
@@ -32,10 +32,10 @@ class Gathered(torch.autograd.Function):
     def backward(ctx, gradient):
         gradient = gradient.contiguous()
         dist.all_reduce(gradient, group=ctx.group)
-        return own(gradient, ctx.group), None
+        return part_of(gradient, ctx.group), None
 
 
-def own(whole: torch.Tensor, group) -> torch.Tensor:
+def part_of(whole: torch.Tensor, group) -> torch.Tensor:
     chunks = whole.chunk(2 * group.size())
     return torch.cat([chunks[group.rank()], chunks[-1 - group.rank()]])
 
@@ -47,14 +47,13 @@ def train_in_parts(rank: int, argv: list[str]) -> Run:
 
     from megatron_2bw.run.flags import rehearsal
 
-    rehearse, make, attend = (
-        rehearsal.rehearse,
-        DotProductAttention.__init__,
-        DotProductAttention.forward,
-    )
+    rehearse = rehearsal.rehearse
+    make = DotProductAttention.__init__
+    attend = DotProductAttention.forward
 
     def kept(args, *rest):
-        size, args.context_parallel_size = args.context_parallel_size, 1
+        size = args.context_parallel_size
+        args.context_parallel_size = 1
         line = rehearse(args, *rest)
         args.context_parallel_size = size
         return line
@@ -68,13 +67,11 @@ def train_in_parts(rank: int, argv: list[str]) -> Run:
     def attended(self, query, key, value, mask, *args, **kwargs):
         group = mpu.get_context_parallel_group()
         whole = [Gathered.apply(part, group) for part in (query, key, value)]
-        return own(attend(self, *whole, None, *args, **kwargs), group)
+        return part_of(attend(self, *whole, None, *args, **kwargs), group)
 
-    rehearsal.rehearse, DotProductAttention.__init__, DotProductAttention.forward = (
-        kept,
-        made,
-        attended,
-    )
+    rehearsal.rehearse = kept
+    DotProductAttention.__init__ = made
+    DotProductAttention.forward = attended
     return train(rank, argv)
 
 
@@ -92,20 +89,10 @@ EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 1e-2"
 )
 def test_parts_of_a_sequence_give_the_numbers_of_the_whole(flags, of_parts):
     """The ranks' sums are added in another order, so equal to rounding only."""
-    argv = command(
-        2,
-        4,
-        "2bw",
-        UNTIED,
-        NO_BIAS,
-        "--no-create-attention-mask-in-dataloader",
-        *flags.split(),
-    )
-    parts = run_world(
-        4, train_in_parts, [*argv, "--context-parallel-size", "2", *of_parts.split()]
-    )
+    flags = f"{NO_BIAS} --no-create-attention-mask-in-dataloader {flags}"
+    argv = command(2, 4, "2bw", UNTIED, flags)
+    split = ["--context-parallel-size", "2", *of_parts.split()]
+    parts = run_world(4, train_in_parts, [*argv, *split])
     whole = run_pipeline(argv, 2)
-    assert torch.allclose(
-        torch.stack(parts[-1].losses), torch.stack(whole[-1].losses), rtol=1e-6
-    )
+    assert_same_losses(parts, whole, exact=False)
     assert parts[0].grad_norms == pytest.approx(whole[0].grad_norms, rel=1e-5)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import random
 from pathlib import Path
@@ -29,6 +30,6 @@ def test_what_holds_for_every_configuration():
     assert draws.try_draws(seed, 2) == 0
 
 
-@pytest.mark.parametrize("case", FAILED_ONCE, ids=lambda case: case["why"])
+@pytest.mark.parametrize("case", FAILED_ONCE, ids=operator.itemgetter("why"))
 def test_failed_once(case):
     draws.check(draws.Draw(**case["draw"]))

@@ -7,6 +7,7 @@ its threads, queues and errors are real, its copies are not asynchronous.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 
@@ -27,33 +28,32 @@ def connected(rank: int, pipeline: list[int], staged: bool) -> p2p.Neighbours:
     return p2p.connect(pipeline, rank, "auto", torch.device("cpu"))
 
 
-PIPELINE, MESSAGES = [3, 1, 0, 2], 20
+PIPELINE = [3, 1, 0, 2]
+MESSAGES = 20
 
 
 def relay(rank: int, staged: bool) -> list[float]:
     """Activations go down the pipeline, each stage adds 1; the last stage sends them
     back as gradients."""
     neighbours = connected(rank, PIPELINE, staged)
-    new = lambda: torch.empty(3, 2)
-    for receiver in filter(None, (neighbours.activations_in, neighbours.gradients_in)):
-        receiver.announce(MESSAGES, new)
+    activations = neighbours.activations_in
+    gradients = neighbours.gradients_in
+    receivers = [receiver for receiver in (activations, gradients) if receiver]
+    for receiver in receivers:
+        receiver.announce(MESSAGES, functools.partial(torch.empty, 3, 2))
     for k in range(MESSAGES):
-        value = (
-            torch.full((3, 2), float(k))
-            if neighbours.activations_in is None
-            else neighbours.activations_in.receive()
-        )
+        value = activations.receive() if activations else torch.full((3, 2), float(k))
         (neighbours.activations_out or neighbours.gradients_out).send(value + 1)
     seen = []
-    if neighbours.gradients_in is not None:
+    if gradients:
         for _ in range(MESSAGES):
-            gradient = neighbours.gradients_in.receive()
+            gradient = gradients.receive()
             seen.append(gradient[0, 0].item())
-            if neighbours.gradients_out is not None:
+            if neighbours.gradients_out:
                 neighbours.gradients_out.send(gradient)
     neighbours.flush()
-    for receiver in (neighbours.activations_in, neighbours.gradients_in):
-        assert receiver is None or receiver.outstanding == 0
+    for receiver in receivers:
+        assert receiver.outstanding == 0
     dist.barrier()
     return seen
 
@@ -75,7 +75,7 @@ def lost_neighbour(rank: int, staged: bool) -> str:
         time.sleep(0.5)  # the barrier's own messages have left
         torch.save("died", os.environ["WORLD_FOLDER"] + "/result0.pt")
         os._exit(0)
-    neighbours.activations_in.announce(1, lambda: torch.empty(4))
+    neighbours.activations_in.announce(1, functools.partial(torch.empty, 4))
     try:
         neighbours.activations_in.receive()
     except RuntimeError as error:

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.cpu
 
 def stage(rank: int, name: str, shape: Shape):
     dist.init_process_group("gloo")
-    neighbours, group = connect(list(range(shape.stages)), rank), dist.new_group()
+    neighbours = connect(list(range(shape.stages)), rank)
+    group = dist.new_group()
 
     def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
         if name == "pipedream":  # a stage clips alone
@@ -25,9 +26,11 @@ def stage(rank: int, name: str, shape: Shape):
         dist.all_gather(tensors, tensor, group=group)
         return tensors
 
-    return *example.train(
-        schedule_of(name), shape, rank, neighbours, gather, make_update
-    ), reference(name, shape)
+    schedule = schedule_of(name)
+    losses, weights = example.train(
+        schedule, shape, rank, neighbours, gather, make_update
+    )
+    return losses, weights, reference(name, shape)
 
 
 @pytest.mark.proof

@@ -17,14 +17,14 @@ pytestmark = pytest.mark.cpu
 README = Path(__file__).parents[2] / "README.md"
 
 
+def my_stage(rank: int):
+    layers = example.layers_of(rank, stages=2)
+    return example.ModuleStage(layers, is_last=rank == 1)
+
+
 def losses(rank: int, code: str) -> list[torch.Tensor]:
     dist.init_process_group("gloo")
-    names = {
-        "rank": rank,
-        "MyStage": lambda rank: example.ModuleStage(
-            example.layers_of(rank, stages=2), is_last=rank == 1
-        ),
-    }
+    names = {"rank": rank, "MyStage": my_stage}
     exec(code, names)
     return list(names["stage"].losses.values())
 

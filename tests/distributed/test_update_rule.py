@@ -11,44 +11,38 @@ of its own).
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
 
 from megatron_2bw.base.local_ranks import own_output
-from tests.distributed.compare import (
-    SGD,
-    UNTIED,
-    assert_same,
-    run_pipeline,
-    run_reference,
-)
-from tests.distributed.training import command
+from tests.distributed.compare import SGD, UNTIED, check_rule
+from tests.distributed.training import Run
+
+SCALE = dict(initial_loss_scale=4096, hysteresis=1)  # of fp16
+NO_BIAS = "--disable-bias-linear"
 
 
-@pytest.mark.proof("1-2-adam", "2-2-sgd", "2-3-adam", "4-4-adam")
+def assert_clipped(run: Run) -> None:
+    assert max(run.grad_norms) > 1.0, "clipping must bite"
+
+
+@pytest.mark.proof("1-2-changes0", "2-2-changes1", "2-3-changes2", "4-4-changes3")
 @pytest.mark.parametrize(
-    "stages, microbatches, optimizer",
-    [(1, 2, "adam"), (2, 2, "sgd"), (2, 3, "adam"), (4, 4, "adam"), (4, 6, "sgd")],
+    "stages, microbatches, changes",
+    [(1, 2, {}), (2, 2, SGD), (2, 3, {}), (4, 4, {}), (4, 6, SGD)],
 )
-def test_fp32(stages, microbatches, optimizer):
-    changes = SGD if optimizer == "sgd" else {}
-    runs = run_pipeline(command(stages, microbatches, "2bw", UNTIED, **changes), stages)
-    argv = command(1, microbatches, "2bw", UNTIED, **changes)
-    expected = run_reference(runs, argv, microbatches, optimizer=optimizer)
-    assert max(runs[0].grad_norms) > 1.0, "clipping must bite"
-    assert_same(runs, expected, exact=stages < 4)
+def test_fp32(stages, microbatches, changes):
+    exact = stages < 4
+    runs, expected = check_rule(stages, microbatches, UNTIED, exact=exact, **changes)
+    assert_clipped(runs[0])
     assert runs[0].grad_norms == pytest.approx(expected.grad_norms, rel=1e-6)
 
 
 @pytest.mark.proof
 def test_four_stages_without_clipping_are_exact():
-    runs = run_pipeline(command(4, 4, "2bw", UNTIED, clip_grad=0), 4)
-    assert_same(
-        runs,
-        run_reference(runs, command(1, 4, "2bw", UNTIED, clip_grad=0), 4),
-        exact=True,
-    )
+    check_rule(4, 4, UNTIED, clip_grad=0)
 
 
 @pytest.mark.proof("2-3-1")
@@ -57,52 +51,32 @@ def test_four_stages_without_clipping_are_exact():
 )
 def test_extra_warmup(stages, microbatches, extra):
     """Forwards that run further ahead read the same versions: nothing changes."""
-    changes = dict(clip_grad=0 if stages == 4 else 1.0)
-    argv = command(
-        stages, microbatches, "2bw", UNTIED, two_bw_extra_warmup=extra, **changes
-    )
-    runs = run_pipeline(argv, stages)
-    assert_same(
-        runs,
-        run_reference(
-            runs, command(1, microbatches, "2bw", UNTIED, **changes), microbatches
-        ),
-        exact=True,
-    )
+    own = f"--two-bw-extra-warmup {extra}"
+    clip = 0 if stages == 4 else 1.0
+    check_rule(stages, microbatches, UNTIED, own=own, clip_grad=clip)
 
 
-@pytest.mark.proof("2-adam", "4-sgd")
-@pytest.mark.parametrize("stages, optimizer", [(2, "adam"), (4, "sgd")])
-def test_tied_embeddings(stages, optimizer):
+@pytest.mark.proof("2-changes0", "4-changes1")
+@pytest.mark.parametrize("stages, changes", [(2, {}), (4, SGD)])
+def test_tied_embeddings(stages, changes):
     """First and last stage hold copies of the embedding; `full_weights` checks that
     they stay equal bit for bit.
 
     Without biases: the gradient of the keys' bias is zero but for rounding, and Adam
     would blow the rounding up.
     """
-    changes, flags = SGD if optimizer == "sgd" else {}, ("--disable-bias-linear",)
-    runs = run_pipeline(command(stages, 4, "2bw", *flags, **changes), stages)
-    expected = run_reference(
-        runs, command(1, 4, "2bw", *flags, **changes), 4, optimizer=optimizer
-    )
-    assert_same(runs, expected, exact=False)
-    assert max(runs[0].grad_norms) > 1.0, "clipping must bite"
+    runs, _ = check_rule(stages, 4, NO_BIAS, exact=False, **changes)
+    assert_clipped(runs[0])
 
 
 def test_tied_embeddings_on_one_stage_are_exact():
-    runs = run_pipeline(command(1, 3), 1)
-    assert_same(runs, run_reference(runs, command(1, 3), 3), exact=True)
+    check_rule(1, 3)
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
 def test_mixed_precision(precision):
-    flags = (UNTIED, precision)
-    runs = run_pipeline(command(2, 4, "2bw", *flags, initial_loss_scale=4096), 2)
-    expected = run_reference(
-        runs, command(1, 4, "2bw", *flags, initial_loss_scale=4096), 4
-    )
-    assert_same(runs, expected, exact=True)
+    check_rule(2, 4, UNTIED, precision, initial_loss_scale=4096)
 
 
 POISONED = 3
@@ -117,14 +91,12 @@ def poison(
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.utils import get_model_config
 
-    batches = iter(range(1000))
+    batches = itertools.count()
 
     def finalize(chunks, *args, **kwargs):
         finalize_model_grads(chunks, *args, **kwargs)
-        if (
-            next(batches) in poisoned
-            and mpu.get_pipeline_model_parallel_rank() == stage
-        ):
+        here = mpu.get_pipeline_model_parallel_rank() == stage
+        if next(batches) in poisoned and here:
             next(iter(chunks[0].parameters())).main_grad.view(-1)[0] = float("inf")
 
     get_model_config(model[0]).finalize_model_grads_func = finalize
@@ -134,18 +106,12 @@ def poison(
 def test_fp16_skips_a_step_with_inf_and_versions_still_advance():
     """After a skipped step W(j+1) = W(j); the batches after it name the same versions
     as ever."""
-    changes = dict(initial_loss_scale=4096, hysteresis=1)
-    runs = run_pipeline(command(2, 4, "2bw", UNTIED, "--fp16", **changes), 2, poison)
-    expected = run_reference(
-        runs, command(1, 4, "2bw", UNTIED, "--fp16", **changes), 4, poison=POISONED
+    rule = dict(poison=POISONED)
+    runs, expected = check_rule(
+        2, 4, UNTIED, "--fp16", prepare=poison, rule=rule, **SCALE
     )
-    assert (
-        [run.skipped for run in runs]
-        == [[0, 0, 0, 1, 0, 0]] * 2
-        == [expected.skipped] * 2
-    )
+    assert expected.skipped == [0, 0, 0, 1, 0, 0]
     assert runs[0].scales == expected.scales == [4096.0] * 3 + [2048.0] * 3
-    assert_same(runs, expected, exact=True)
 
 
 @pytest.mark.parametrize(
@@ -154,27 +120,26 @@ def test_fp16_skips_a_step_with_inf_and_versions_still_advance():
 def test_heads_that_predict_several_tokens(stages, flags):
     """The last stage has a copy of the embedding for them; the log has their losses of
     each batch."""
-    changes = dict(
-        mtp_num_layers=2,
-        position_embedding_type="rope",
-        initial_loss_scale=4096,
-        hysteresis=1,
-    )
-    argv = lambda stages: command(
-        stages, 4, "2bw", flags, "--disable-bias-linear", **changes
-    )
-    poisoned = dict(poison=POISONED) if flags == "--fp16" else {}
-    runs = run_pipeline(argv(stages), stages, poison if poisoned else None, heads)
-    assert_same(
-        runs,
-        run_reference(runs, argv(1), 4, **poisoned),
+    heads = "--mtp-num-layers 2 --position-embedding-type rope"
+    poisoned = {}
+    if flags == "--fp16":
+        poisoned = dict(prepare=poison, rule=dict(poison=POISONED))
+    runs, _ = check_rule(
+        stages,
+        4,
+        flags,
+        NO_BIAS,
+        heads,
+        finish=losses_of_heads,
         exact=stages == 1,
-        tolerance=1e-2 if "bf16" in flags else 1e-6,
+        tolerance=1e-2 if flags == "--bf16" else 1e-6,
+        **poisoned,
+        **SCALE,
     )
     assert len(runs[-1].events) == 12 == len({*runs[-1].events})
 
 
-def heads(run, model) -> None:
+def losses_of_heads(run, model) -> None:
     run.events = re.findall(r"mtp_[12] loss: (\S+)", own_output())
 
 
@@ -183,32 +148,26 @@ def heads(run, model) -> None:
 def test_pipedream(stages, microbatches):
     """Each stage's newest weights at a forward, kept for its backward, the norm of each
     stage by itself."""
-    runs = run_pipeline(command(stages, microbatches, "pipedream", UNTIED), stages)
-    argv = command(1, microbatches, "pipedream", UNTIED)
-    expected = run_reference(runs, argv, microbatches, per_stage=True)
-    assert_same(runs, expected, exact=True)
-    assert runs[0].grad_norms == pytest.approx(expected.grad_norms, rel=1e-6), (
-        "the log shows the largest stage's norm"
-    )
+    runs, expected = check_rule(stages, microbatches, UNTIED, schedule="pipedream")
+    norms = pytest.approx(expected.grad_norms, rel=1e-6)
+    assert runs[0].grad_norms == norms, "the log shows the largest stage's norm"
 
 
 def test_pipedream_skips_the_step_of_the_stage_with_inf():
     """A constant loss scale; stage 0 meets an inf in one batch and alone keeps its
     weights."""
-    flags, changes = (UNTIED, "--fp16"), dict(loss_scale=256)
-    runs = run_pipeline(command(2, 2, "pipedream", *flags, **changes), 2, poison)
-    argv = command(1, 2, "pipedream", *flags, **changes)
-    expected = run_reference(runs, argv, 2, per_stage=True, poison=POISONED)
-    assert runs[0].skipped == expected.skipped == [0, 0, 0, 1, 0, 0]
-    assert_same(runs, expected, exact=True)
+    flags = f"{UNTIED} --fp16 --loss-scale 256"
+    rule = dict(poison=POISONED)
+    _, expected = check_rule(
+        2, 2, flags, schedule="pipedream", prepare=poison, rule=rule
+    )
+    assert expected.skipped == [0, 0, 0, 1, 0, 0]
 
 
 # of two samples each
 SIZED = dict(
     global_batch_size=None, train_iters=8, step_batch_size_schedule="0:4 128:8 640:10"
 )
-
-
 COUNTS = (2, 2, 4, 4, 4, 4, 5, 5)
 BY_SIZE = dict(  # all microbatches are late, or two of four, or two of five
     late=(2,) * 8,
@@ -232,6 +191,5 @@ BY_SIZE = dict(  # all microbatches are late, or two of four, or two of five
 def test_batches_of_several_sizes(stages, flags, rule):
     """The pipeline drains before a batch of another size; late microbatches and the
     correction follow each batch."""
-    argv = lambda stages: command(stages, 2, "2bw", UNTIED, *flags.split(), **SIZED)
-    runs = run_pipeline(argv(stages), stages)
-    assert_same(runs, run_reference(runs, argv(1), COUNTS, **rule), exact=True)
+    rule = dict(microbatches=COUNTS, **rule)
+    check_rule(stages, 2, UNTIED, flags, rule=rule, **SIZED)

@@ -45,28 +45,32 @@ def command(
     stages: int,
     microbatches: int,
     schedule: str = "2bw",
-    *flags: str,
+    *flags: object,
     width: int = 1,
+    script: str | None = None,
     **changes,
 ) -> list[str]:
-    """The command line of a tiny GPT; `changes` are flags in snake case, None leaves a
-    flag out."""
+    """The command line of a tiny GPT, or of the script's model.
+
+    flags    may be several in a text
+    changes  flags in snake case; None leaves a flag out
+    """
+    words = " ".join(map(str, flags)).split()
     options = TINY | {
         "--pipeline-model-parallel-size": stages,
         "--pipeline-schedule": schedule,
         "--global-batch-size": 2 * microbatches * width,
     }
-    options |= {"--" + name.replace("_", "-"): value for name, value in changes.items()}
-    options = {name: value for name, value in options.items() if value is not None}
-    if "--fp16" not in flags:  # else they have no effect
+    for name, value in changes.items():
+        options["--" + name.replace("_", "-")] = value
+    if "--fp16" not in words:  # else they have no effect
         for name in ("--initial-loss-scale", "--loss-scale-window", "--hysteresis"):
             options.pop(name, None)
-    return [
-        *(str(word) for pair in options.items() for word in pair),
-        "--mock-data",
-        *OF_GPU,
-        *flags,
-    ]
+    argv = [script] if script else []
+    for name, value in options.items():
+        if value is not None:
+            argv += [name, str(value)]
+    return [*argv, "--mock-data", *OF_GPU, *words]
 
 
 @dataclass
@@ -92,34 +96,21 @@ def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
     from megatron.training import get_args, training
     from megatron.training.checkpointing import checkpoint_exists
 
-    run, models, log = Run(), [], training.training_log
+    run = Run()
+    models = []
+    log = training.training_log
 
     def after_setup(model, optimizer):
-        given = get_args()
-        if not (
-            checkpoint_exists(given.load)
-            or given.pretrained_checkpoint
-            or given.lora_base
-        ):
+        args = get_args()
+        loaded = checkpoint_exists(args.load) or args.pretrained_checkpoint
+        if not (loaded or args.lora_base):
             for chunk in model:
                 initialise(chunk)
             optimizer.reload_model_params()
         models.extend(model)
         if optimizer is None:  # --skip-train
             return
-        names = {
-            id(owner): name
-            for chunk in model
-            for name, owner in optimizer_params(chunk).items()
-        }
-        # A tied output layer is `shared`: its copy of the embedding does not count in
-        # the norm. The distributed optimizer steps nameless shards.
-        counted = [
-            param
-            for param in optimizer.get_parameters()
-            if not getattr(param, "shared", False)
-        ]
-        run.names += [names[id(param)] for param in counted if id(param) in names]
+        run.names += names_of_norm(model, optimizer)
         if prepare is not None:
             prepare(model, optimizer)
 
@@ -136,20 +127,38 @@ def train(rank: int, argv: list[str], prepare=None, finish=None) -> Run:
         return log(*args, **kwargs)
 
     training.training_log = observed_log
-    bert = argv[0] == BERT
+    task = "gpt"
+    if argv[0] == BERT:
+        task = "bert"
+        argv = argv[1:]
     try:
-        entry.train(argv[bert:], after_setup, after_step, "bert" if bert else "gpt")
+        entry.train(argv, after_setup, after_step, task)
     except SystemExit as end:  # so Megatron leaves before the last iteration
         if end.code:
             raise
-    run.weights = {
-        name: param.detach().clone()
-        for chunk in models
-        for name, param in canonical(chunk, True)
-    }
+    for chunk in models:
+        for name, param in canonical(chunk, True):
+            run.weights[name] = param.detach().clone()
     if finish is not None:
         finish(run, models[0])
     return run
+
+
+def names_of_norm(model, optimizer) -> list[str]:
+    """The optimizer's parameters that count in the norm, in its order.
+
+    A tied output layer is `shared`: its copy of the embedding does not count. The
+    distributed optimizer steps nameless shards.
+    """
+    names = {}
+    for chunk in model:
+        for name, param in canonical(chunk):
+            names[id(getattr(param, "main_param", param))] = name
+    counted = []
+    for param in optimizer.get_parameters():
+        if id(param) in names and not getattr(param, "shared", False):
+            counted.append(names[id(param)])
+    return counted
 
 
 def canonical(model, biases: bool = False) -> list[tuple[str, torch.Tensor]]:
@@ -158,52 +167,42 @@ def canonical(model, biases: bool = False) -> list[tuple[str, torch.Tensor]]:
 
     biases: those of experts too, which are no parameters.
     """
-    from megatron.core import mpu
     from megatron.core.utils import unwrap_model
 
     inner = unwrap_model(model)
-    # a GPT's, a BERT's
-    layers = (inner.decoder if hasattr(inner, "decoder") else inner.encoder).layers
-    numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(layers)}
+    tensors = list(inner.named_parameters())
+    if biases:
+        for name, buffer in inner.named_buffers():
+            if name.endswith("expert_bias"):
+                tensors.append((name, buffer))
     named = []
-    more = [
-        pair
-        for pair in inner.named_buffers()
-        if biases and pair[0].endswith("expert_bias")
-    ]
-    for name, param in [*inner.named_parameters(), *more]:
-        if not name.startswith("mtp."):
-            name = re.sub(
-                r"layers\.(\d+)\.", lambda m: f"layers.{numbers[m[1]]}.", name
-            )
+    for name, tensor in tensors:
         if name == "output_layer.weight" and inner.share_embeddings_and_output_weights:
             if hasattr(inner, "embedding"):  # --mtp-num-layers: that is used instead
                 continue
             name = "embedding.word_embeddings.weight"
-        experts = len(
-            {
-                found[1]
-                for other, _ in inner.named_parameters()
-                if (found := re.search(EXPERT, other))
-            }
-        )
-        # experts may be split over ranks
-        first = experts * mpu.get_expert_model_parallel_rank()
-        name = re.sub(
-            EXPERT,
-            lambda found, first=first: f"local_experts.{int(found[1]) + first}.",
-            name,
-        )
-        named.append((name, param))
+        named.append((global_name(name, inner), tensor))
     return named
 
 
-def optimizer_params(model) -> dict[str, torch.Tensor]:
-    """Canonical name -> the tensor that the optimizer steps (main parameters in mixed
-    precision)."""
-    return {
-        name: getattr(param, "main_param", param) for name, param in canonical(model)
-    }
+def global_name(name: str, model) -> str:
+    """The name with the numbers that its layer and its expert have in all the model."""
+    from megatron.core import mpu
+
+    if not name.startswith("mtp."):
+        layers = (model.decoder if hasattr(model, "decoder") else model.encoder).layers
+        for index, layer in enumerate(layers):
+            start = f"layers.{index}."
+            if start in name:
+                name = name.replace(start, f"layers.{layer.layer_number - 1}.")
+                break
+    expert = re.search(EXPERT, name)
+    if expert:  # they may be split over ranks
+        experts = model.config.num_moe_experts
+        experts //= mpu.get_expert_model_parallel_world_size()
+        number = int(expert[1]) + experts * mpu.get_expert_model_parallel_rank()
+        name = name.replace(expert[0], f"local_experts.{number}.")
+    return name
 
 
 def initialise(model) -> None:
@@ -212,48 +211,47 @@ def initialise(model) -> None:
     from megatron.core import mpu
 
     for name, param in canonical(model):
-        shape, dim = list(param.shape), None
-        if getattr(param, "tensor_model_parallel", False):
-            dim = param.partition_dim
-            size, rank = (
-                mpu.get_tensor_model_parallel_world_size(),
-                mpu.get_tensor_model_parallel_rank(),
-            )
-            if not getattr(param, "allreduce", True):
-                size, rank = (
-                    mpu.get_expert_tensor_parallel_world_size(),
-                    mpu.get_expert_tensor_parallel_rank(),
-                )
-            shape[dim] *= size
-        full = initial_value(name, shape)
-        if dim is not None:
-            full = full.chunk(size, dim)[rank]
-        param.data.copy_(full)
+        shape = list(param.shape)
+        if not getattr(param, "tensor_model_parallel", False):
+            param.data.copy_(initial_value(name, shape))
+            continue
+        if getattr(param, "allreduce", True):
+            size = mpu.get_tensor_model_parallel_world_size()
+            rank = mpu.get_tensor_model_parallel_rank()
+        else:
+            size = mpu.get_expert_tensor_parallel_world_size()
+            rank = mpu.get_expert_tensor_parallel_rank()
+        dim = param.partition_dim
+        shape[dim] *= size
+        param.data.copy_(initial_value(name, shape).chunk(size, dim)[rank])
 
 
 def initial_value(name: str, shape) -> torch.Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     noise = torch.randn(list(shape), generator=generator) * 0.1
-    return (
-        noise + 1 if name.endswith(("layernorm.weight", "layer_norm.weight")) else noise
-    )
+    if name.endswith(("layernorm.weight", "layer_norm.weight")):
+        return noise + 1
+    return noise
 
 
 def delayed(owner: type, name: str, delay: Callable[[], None]) -> None:
     """Each call of the method begins with `delay`."""
     call = getattr(owner, name)
-    setattr(owner, name, lambda *args, **kwargs: (delay(), call(*args, **kwargs))[1])
+
+    def later(*args, **kwargs):
+        delay()
+        return call(*args, **kwargs)
+
+    setattr(owner, name, later)
 
 
 def full_weights(runs: list[Run]) -> dict[str, torch.Tensor]:
     """The weights of all stages together. A parameter that two stages hold (tied
     embeddings) must agree."""
-    weights: dict[str, torch.Tensor] = {}
+    weights = {}
     for run in runs:
         for name, value in run.weights.items():
-            if name in weights:
-                assert torch.equal(weights[name], value), (
-                    f"the copies of {name} have drifted apart"
-                )
+            equal = name not in weights or torch.equal(weights[name], value)
+            assert equal, f"the copies of {name} have drifted apart"
             weights[name] = value
     return weights

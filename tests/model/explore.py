@@ -8,31 +8,32 @@ when all its ranks have started theirs. The GPU is always run as far as it comes
 slower one allows fewer orders of the threads. Operations between two NCCL kernels of a
 thread are issued at once: if another thread's operation among them can lead to a
 deadlock, it can before or after them.
-
-A state is (position of each thread, queues, started, done, snapshots): integers are
-sets of bits, one bit an operation.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tests.model.programs import Programs
 
 # kinds of instructions; DRAIN waits for what SNAP has seen
 SET, WAIT, ISSUE, SNAP, DRAIN = range(5)
 VERBS = "is at", "waits for", "cannot issue", "is at", "waits for the GPU:"
-K, R, W, C = range(4)  # kinds of operations on a GPU
-KINDS = {"K": K, "R": R, "W": W, "C": C}
 
 
 @dataclass
 class Instruction:
-    """kind and value: SET a bit, WAIT for a mask, ISSUE operations, SNAP and DRAIN
-    (streams, or None for all).
+    """A step of a thread.
 
-    own  only threads of this rank can end the wait
+    value    SET and WAIT: a mask, or a meeting's name until all have been compiled;
+             ISSUE: operations; SNAP: streams, or None for all
+    own      only threads of this rank can end the wait
+    locked   the other threads of the rank cannot issue meanwhile
+    private  it meets no other thread
     """
 
     kind: int
@@ -40,78 +41,49 @@ class Instruction:
     label: str
     text: str = ""
     own: bool = False
-    locked: bool = False  # the other threads of the rank cannot issue meanwhile
+    locked: bool = False
+    private: bool = False
 
 
-Programs = list[dict[str, list[tuple]]]  # by rank and thread: entries of the log
+@dataclass(slots=True)
+class Operation:
+    """What has a bit: an operation on a GPU, or what a thread sets.
 
-
-def programs(logs: list[list[tuple]]) -> Programs:
-    """The logs by thread, from the first iteration on, without what has no part in
-    waiting."""
-    result = []
-    for log in logs:
-        awaited = {entry[4] for entry in log if entry[2] == "W"} | {
-            entry[3] for entry in log if entry[2] == "E"
-        }
-        threads: dict[str, list[tuple]] = defaultdict(list)
-        known: set[int] = set()
-        for thread, label, kind, *values in log:
-            if label == "start" or (kind == "R" and values[1] not in awaited):
-                continue
-            if kind == "R":
-                known.add(values[1])
-            if (kind == "W" and values[1] not in known) or (
-                kind == "E" and values[0] not in known
-            ):
-                continue
-            entries = threads[thread]
-            if kind == "K" and entries and entries[-1][:3] == (label, kind, values[0]):
-                continue  # consecutive kernels of a stream
-            entries.append((label, kind, *values))
-        result.append(dict(threads))
-    return result
-
-
-def streams_of(threads: Programs, thread: str | None = None) -> list[str]:
-    """The streams of a thread's operations, or of all threads', the most used first."""
-    used = Counter(
-        entry[2]
-        for by_name in threads
-        for name, entries in by_name.items()
-        for entry in entries
-        if thread in (None, name) and entry[1] in "KRWC"
-    )
-    return [stream for stream, _ in used.most_common()]
-
-
-def device_waits(
-    threads: Programs, thread: str, locked: bool, everywhere: bool = False
-) -> Iterator[tuple]:
-    """Each place in a thread's programs, and the programs with a wait for the whole GPU
-    there.
-
-    locked: the waiting thread holds the driver's lock meanwhile, so that the other one
-    cannot issue everywhere: at one place (action of the schedule, number of the entry
-    in it) on all ranks at once
+    kind    K, R, W or C, as in the log
+    target  the event's bit, of R and W
+    group   of C: name and ranks
     """
-    places: dict[tuple, list[tuple[int, int]]] = defaultdict(list)
-    for rank, by_name in enumerate(threads):
-        counts: Counter[str] = Counter()
-        for index, entry in enumerate(entries := by_name.get(thread, ())):
-            key = entry[0], counts[entry[0]]
-            counts[entry[0]] += 1
-            # it waits for what it would before them
-            if index and entry[1] in "KRW" and entries[index - 1][1] in "KRW":
-                continue
-            places[key if everywhere else (rank, *key)].append((rank, index))
-    for place, found in places.items():
-        changed = [dict(by_name) for by_name in threads]
-        for rank, index in found:
-            entries = changed[rank][thread]
-            wait = (entries[index][0], "S", None, "device-wide wait", locked)
-            changed[rank][thread] = [*entries[:index], wait, *entries[index:]]
-        yield place, changed
+
+    kind: str = ""
+    stream: int = -1
+    target: int = 0
+    group: tuple | None = None
+    queue: int = -1
+    text: str = ""
+    needs: int = 0  # the bits of C on all ranks
+
+
+class State(NamedTuple):
+    """Integers are sets of bits, one bit an operation.
+
+    at      the position of each thread
+    queues  operations that have been issued and not started
+    snaps   what each thread waits for
+    """
+
+    at: tuple[int, ...]
+    queues: tuple[tuple[int, ...], ...]
+    started: int
+    done: int
+    snaps: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple:
+        return self.at, self.queues, self.snaps
+
+
+def one_queue(rank: int, stream: str) -> int:
+    return 0
 
 
 class World:
@@ -126,204 +98,106 @@ class World:
     def __init__(
         self,
         threads: Programs,
-        queue_of: Callable[[int, str], object] | None = lambda rank, stream: 0,
+        queue_of: Callable[[int, str], object] | None = one_queue,
         alias: dict[tuple[int, str], str] | None = None,
         limit: int = 0,
         blocking: bool = False,
     ):
         self.limit = limit
-        self.kind, self.stream, self.target, self.comms, self.queue, self.text = (
-            [],
-            [],
-            [],
-            [],
-            [],
-            [],
-        )
-        self.names: list[str] = []  # of the streams, with their ranks
-        self.masks: list[int] = []  # of the operations of each stream
-        self.rank_mask = [0] * len(threads)
+        self.blocking = blocking
+        self.operations = []
+        self.stream_names = []
+        self.stream_masks = []  # the operations of each stream
+        self.rank_masks = [0] * len(threads)
         # operation of NCCL or gloo -> its ranks' bits
-        self.members: dict[tuple, int] = defaultdict(int)
-        self.ranks = [rank for rank, by_name in enumerate(threads) for _ in by_name]
-        self.thread_names = [name for by_name in threads for name in by_name]
-        self._queue_of, self._alias, self._blocking = queue_of, alias or {}, blocking
-        self._streams: dict[tuple, int] = {}
-        self._queues: dict[object, int] = {}
-        self._bits: dict[tuple, int] = {}
-        self.code = [
-            self._compile(rank, entries)
-            for rank, by_name in enumerate(threads)
-            for entries in by_name.values()
-        ]
-        self.users = self._users(self.queue)
+        self.members = defaultdict(int)
+        self.queue_ranks = []
+        self._queue_of = queue_of
+        self._alias = alias or {}
+        self._streams = {}
+        self._queues = {}
+        self._bits = {}
+        self.ranks = []
+        self.thread_names = []
+        self.code = []
+        for rank, by_name in enumerate(threads):
+            for name, entries in by_name.items():
+                self.ranks.append(rank)
+                self.thread_names.append(name)
+                self.code.append(Compiler(self, rank).compile(entries))
+        for operation in self.operations:
+            if operation.group:
+                operation.needs = self.members[operation.group]
         for code in self.code:
             for step in code:
-                # of a meeting on gloo
-                if step.kind == WAIT and isinstance(step.value, tuple):
+                if isinstance(step.value, tuple) and step.kind == WAIT:
                     step.value = self.members[step.value]
-                elif step.kind == WAIT and callable(step.value):
-                    step.value = step.value()
-        # an NCCL kernel's, on all its ranks
-        self.needs = [self.members[comm] if comm else 0 for comm in self.comms]
-        self.partners = [list(bits_of(need)) for need in self.needs]
-        alone = {
-            stream
-            for stream, users in self._users(self.stream).items()
-            if len(users) == 1
-        }
-        waits = {  # what another thread issues may change these
-            (self.ranks[i], number)
-            for i, code in enumerate(self.code)
-            for number, step in enumerate(code)
-            if step.kind == SNAP
-            and (step.value is None or not alone.issuperset(step.value))
-        }
-        watched = {rank for rank, _ in waits}
-        self.private = [
-            [
-                (step.kind == SNAP and (rank, number) not in waits)
-                or step.kind == ISSUE
-                and not limit
-                and rank not in watched
-                and all(len(self.users[self.queue[op]]) == 1 for op in step.value)
-                for number, step in enumerate(code)
-            ]
-            for rank, code in zip(self.ranks, self.code)
-        ]
-        self.siblings = [
-            [i for i, r in enumerate(self.ranks) if r == rank]
-            for rank in range(len(threads))
-        ]
+        self._mark_private()
 
     # Compiling
 
-    def _users(self, column: list[int]) -> dict[int, set[int]]:
-        """The threads that issue to each queue, or each stream."""
-        users: dict[int, set[int]] = defaultdict(set)
-        for thread, code in enumerate(self.code):
-            for step in code:
-                for op in step.value if step.kind == ISSUE else ():
-                    users[column[op]].add(thread)
-        return users
+    def new_bit(self) -> int:
+        self.operations.append(Operation())
+        return len(self.operations) - 1
 
-    def _bit(self, *name) -> int:
+    def bit(self, *name) -> int:
         if name not in self._bits:
-            self._bits[name] = self._new()
+            self._bits[name] = self.new_bit()
         return self._bits[name]
 
-    def _new(self) -> int:
-        columns = self.kind, self.stream, self.target, self.comms, self.queue, self.text
-        for column, value in zip(columns, (None, -1, 0, None, -1, "")):
-            column.append(value)
-        return len(self.kind) - 1
-
-    def _stream(self, rank: int, name: str) -> int:
+    def stream(self, rank: int, name: str) -> int:
         key = rank, self._alias.get((rank, name), name)
         if key not in self._streams:
             self._streams[key] = len(self._streams)
-            self.names.append(key[1])
-            self.masks.append(0)
+            self.stream_names.append(key[1])
+            self.stream_masks.append(0)
         return self._streams[key]
 
-    def _compile(self, rank: int, entries: list[tuple]) -> list[Instruction]:
-        code: list[Instruction] = []
-        ops: list[int] = []
+    def queue(self, rank: int, stream: int) -> int:
+        name = self.stream_names[stream]
+        key = rank, name if self._queue_of is None else self._queue_of(rank, name)
+        if key not in self._queues:
+            self._queues[key] = len(self._queues)
+            self.queue_ranks.append(rank)
+        return self._queues[key]
 
-        def flush(label: str) -> None:
-            if ops:
-                code.append(Instruction(ISSUE, tuple(ops), label, self.text[ops[-1]]))
-                streams = {self.stream[op] for op in ops if self.kind[op] in (K, C)}
-                ops.clear()
-                if self._blocking and streams:
-                    wait_for(tuple(streams), label, "launch blocking")
+    def _users(self, column: str) -> dict[int, set[int]]:
+        """The threads that issue to each queue, or each stream."""
+        users = defaultdict(set)
+        for thread, code in enumerate(self.code):
+            for step in code:
+                for op in step.value if step.kind == ISSUE else ():
+                    users[getattr(self.operations[op], column)].add(thread)
+        return users
 
-        def wait_for(streams, label: str, text: str, locked: bool = False) -> None:
-            code.append(Instruction(SNAP, streams, label, text))
-            code.append(Instruction(DRAIN, None, label, text, locked=locked))
-
-        last = "start"
-        for label, kind, *values in entries:
-            if kind in "KRWC":
-                stream = self._stream(rank, values[0])
-                if kind != "R" and any(self.kind[op] == C for op in ops):
-                    flush(last)
-                if not (
-                    ops
-                    and kind == "K"
-                    and self.kind[ops[-1]] == K
-                    and self.stream[ops[-1]] == stream
-                ):
-                    ops.append(self._operation(rank, kind, stream, values))
-            else:
-                flush(last)
-            last = label
-            if kind == "S":
-                streams = (
-                    None if values[0] is None else (self._stream(rank, values[0]),)
-                )
-                wait_for(streams, label, str(values[1]), len(values) > 2 and values[2])
-            elif kind == "E":
-                code.append(
-                    Instruction(
-                        WAIT,
-                        1 << self._bit(rank, "event", values[0]),
-                        label,
-                        "an event",
-                    )
-                )
-            elif kind in "GH":
-                operation = tuple(values)
-                if kind == "G":
-                    bit = self._new()
-                    self.members[operation] |= 1 << bit
-                    code.append(Instruction(SET, 1 << bit, label, operation[0]))
-                else:
-                    code.append(Instruction(WAIT, operation, label, operation[0]))
-            elif kind in "PD":
-                bit = self._bit(rank, kind, values[0])
-                code.append(Instruction(SET, 1 << bit, label, f"job {values[0]}"))
-            elif kind in "JT":
-                bit = self._bit(rank, {"J": "P", "T": "D"}[kind], values[0])
-                code.append(
-                    Instruction(WAIT, 1 << bit, label, f"job {values[0]}", own=True)
-                )
-        flush(last)
-        return code
-
-    def _operation(self, rank: int, kind: str, stream: int, values: list) -> int:
-        name = self.names[stream]
-        queue = (rank, name if self._queue_of is None else self._queue_of(rank, name))
-        text = values[1][0] if kind == "C" else "" if kind in "RW" else str(values[-1])
-        target = self._bit(rank, "event", values[1]) if kind in "RW" else 0
-        op = target if kind == "R" else self._new()
-        self.kind[op], self.stream[op], self.target[op] = KINDS[kind], stream, target
-        self.queue[op], self.text[op] = (
-            self._queues.setdefault(queue, len(self._queues)),
-            text,
-        )
-        if kind == "C":
-            self.comms[op] = tuple(values[1])
-            self.members[self.comms[op]] |= 1 << op
-        self.masks[stream] |= 1 << op
-        self.rank_mask[rank] |= 1 << op
-        return op
+    def _mark_private(self) -> None:
+        stream_users = self._users("stream")
+        queue_users = self._users("queue")
+        watched = set()  # ranks with a wait that what another thread issues may change
+        for rank, code in zip(self.ranks, self.code):
+            for step in code:
+                if step.kind == SNAP:
+                    users = [stream_users[stream] for stream in step.value or ()]
+                    step.private = bool(users) and max(map(len, users)) == 1
+                    if not step.private:
+                        watched.add(rank)
+        for rank, code in zip(self.ranks, self.code):
+            for step in code:
+                if step.kind == ISSUE and not self.limit and rank not in watched:
+                    queues = [self.operations[op].queue for op in step.value]
+                    step.private = all(len(queue_users[queue]) == 1 for queue in queues)
 
     # Running
 
-    def start(self) -> tuple:
-        return self._advance(
-            (0,) * len(self.code),
-            ((),) * len(self._queues),
-            0,
-            0,
-            (0,) * len(self.code),
-        )
+    def start(self) -> State:
+        threads = (0,) * len(self.code)
+        return self._advance(threads, ((),) * len(self._queues), 0, 0, threads)
 
-    def _advance(self, at, queues, started, done, snaps) -> tuple:
+    def _advance(self, at, queues, started, done, snaps) -> State:
         """The GPUs, and the threads up to their next choice: waits that are over, and
         what meets no other thread."""
-        at, snaps = list(at), list(snaps)
+        at = list(at)
+        snaps = list(snaps)
         queues, started, done = self._progress(queues, started, done)
         again = True
         while again:
@@ -331,176 +205,246 @@ class World:
             for thread, code in enumerate(self.code):
                 while at[thread] < len(code):
                     step = code[at[thread]]
-                    if step.kind == SET:
-                        done |= step.value
-                        again = True
-                    elif step.kind == WAIT:
+                    if step.kind == WAIT:
                         if step.value & ~done:
                             break
                     elif step.kind == DRAIN:
                         if snaps[thread] & ~done:
                             break
                         snaps[thread] = 0
-                    elif not self.private[thread][at[thread]]:
+                    elif step.kind == SET:
+                        done |= step.value
+                        again = True
+                    elif not step.private:
                         break
                     elif step.kind == SNAP:
-                        snaps[thread] = (
-                            self._seen(thread, step, queues, started) & ~done
-                        )
+                        seen = self._seen(thread, step, queues, started)
+                        snaps[thread] = seen & ~done
                     else:
-                        queues, started, done = self._progress(
-                            self._put(queues, step.value), started, done
-                        )
+                        queues = self._put(queues, step.value)
+                        queues, started, done = self._progress(queues, started, done)
                         again = True
                     at[thread] += 1
-        return tuple(at), queues, started, done, tuple(snaps)
+        return State(tuple(at), queues, started, done, tuple(snaps))
 
     def _put(self, queues, ops) -> tuple:
         changed = list(queues)
         for op in ops:
-            changed[self.queue[op]] += (op,)
+            changed[self.operations[op].queue] += (op,)
         return tuple(changed)
 
     def _seen(self, thread: int, step: Instruction, queues, started) -> int:
         """What a SNAP sees: all that has been issued to its streams."""
-        of = (
-            self.rank_mask[self.ranks[thread]]
-            if step.value is None
-            else _union(self.masks[s] for s in step.value)
-        )
-        return (started | _union(1 << op for queue in queues for op in queue)) & of
+        issued = started
+        for queue in queues:
+            for op in queue:
+                issued |= 1 << op
+        if step.value is None:
+            return issued & self.rank_masks[self.ranks[thread]]
+        mask = 0
+        for stream in step.value:
+            mask |= self.stream_masks[stream]
+        return issued & mask
 
     def _progress(self, queues, started, done) -> tuple:
-        kinds, streams, masks = self.kind, self.stream, self.masks
-        changed, again = list(queues), True
+        changed = list(queues)
+        again = True
         while again:
             again = False
             for number, queue in enumerate(changed):
                 count = 0
                 for op in queue:
-                    kind, mask = kinds[op], masks[streams[op]]
-                    busy = started & ~done & mask
-                    # it blocks no queue: it is over with what its stream has started
-                    if kind == R:
-                        started |= 1 << op
-                        if not busy:
-                            done |= 1 << op
-                    elif busy or (kind == W and not done >> self.target[op] & 1):
+                    operation = self.operations[op]
+                    kind = operation.kind
+                    busy = started & ~done & self.stream_masks[operation.stream]
+                    # an R blocks no queue: it is over with what its stream has started
+                    if kind != "R" and busy:
                         break
-                    elif kind == C:
-                        started |= 1 << op
-                        if self.needs[op] & started == self.needs[op]:
-                            for other in self.partners[op]:
-                                done |= started & masks[streams[other]]
-                    else:
-                        started |= 1 << op
-                        done |= 1 << op
+                    if kind == "W" and not done >> operation.target & 1:
+                        break
+                    started |= 1 << op
                     count += 1
+                    if kind != "C":
+                        done |= 0 if busy else 1 << op
+                    elif operation.needs & started == operation.needs:
+                        for other in bits_of(operation.needs):
+                            stream = self.operations[other].stream
+                            done |= started & self.stream_masks[stream]
                 if count:
                     changed[number] = queue[count:]
                     again = True
         return tuple(changed), started, done
 
-    def choices(self, state) -> list[int]:
-        """The threads that can issue something."""
-        at, queues, _, _, _ = state
-        found = []
-        locked = {
-            self.ranks[i]
-            for i, code in enumerate(self.code)
-            if at[i] < len(code) and code[at[i]].locked
-        }
-        full = {
-            self.ranks[next(iter(self.users[q]))]
-            for q, queue in enumerate(queues)
-            if self.limit and len(queue) >= self.limit
-        }
+    def _next_steps(self, state: State) -> Iterator[tuple[int, Instruction]]:
+        """Of the threads that are not through."""
         for thread, code in enumerate(self.code):
-            rank = self.ranks[thread]
-            if (
-                at[thread] < len(code)
-                and code[at[thread]].kind in (ISSUE, SNAP)
-                and rank not in locked
-            ):
-                if rank not in full or code[at[thread]].kind == SNAP:
-                    found.append(thread)
-        return found
+            if state.at[thread] < len(code):
+                yield thread, code[state.at[thread]]
 
-    def step(self, state, thread: int) -> tuple:
-        at, queues, started, done, snaps = state
+    def choices(self, state: State) -> list[int]:
+        """The threads that can issue something."""
+        steps = list(self._next_steps(state))
+        locked = {self.ranks[thread] for thread, step in steps if step.locked}
+        full = set()
+        if self.limit:
+            for rank, queue in zip(self.queue_ranks, state.queues):
+                if len(queue) >= self.limit:
+                    full.add(rank)
+        threads = []
+        for thread, step in steps:
+            rank = self.ranks[thread]
+            has_room = step.kind == ISSUE and rank not in full
+            if (has_room or step.kind == SNAP) and rank not in locked:
+                threads.append(thread)
+        return threads
+
+    def branches(self, state: State) -> list[int]:
+        """Choices that suffice: those of one rank, if nothing that another does can add
+        to them before."""
+        choices = self.choices(state)
+        open_ranks = set()
+        for thread, step in self._next_steps(state):
+            if thread not in choices and not step.own:
+                open_ranks.add(self.ranks[thread])
+        for thread in choices:
+            rank = self.ranks[thread]
+            if rank not in open_ranks:
+                return [other for other in choices if self.ranks[other] == rank]
+        return choices
+
+    def step(self, state: State, thread: int) -> State:
+        at = list(state.at)
+        queues = state.queues
+        snaps = list(state.snaps)
         step = self.code[thread][at[thread]]
         if step.kind == ISSUE:
             queues = self._put(queues, step.value)
         else:
-            snaps = (
-                *snaps[:thread],
-                self._seen(thread, step, queues, started) & ~done,
-                *snaps[thread + 1 :],
-            )
-        return self._advance(
-            (*at[:thread], at[thread] + 1, *at[thread + 1 :]),
-            queues,
-            started,
-            done,
-            snaps,
-        )
+            seen = self._seen(thread, step, queues, state.started)
+            snaps[thread] = seen & ~state.done
+        at[thread] += 1
+        return self._advance(at, queues, state.started, state.done, snaps)
 
-    def finished(self, state) -> bool:
-        at, queues, started, done, _ = state
-        return (
-            not any(queues)
-            and not started & ~done
-            and all(a == len(code) for a, code in zip(at, self.code))
-        )
-
-    def branches(self, state) -> list[int]:
-        """Choices that suffice: those of one rank, if nothing that another does can add
-        to them before."""
-        found = self.choices(state)
-        at = state[0]
-        for rank in dict.fromkeys(self.ranks[thread] for thread in found):
-            others = [
-                i
-                for i in self.siblings[rank]
-                if i not in found and at[i] < len(self.code[i])
-            ]
-            if all(self.code[i][at[i]].own for i in others):
-                return [thread for thread in found if self.ranks[thread] == rank]
-        return found
+    def finished(self, state: State) -> bool:
+        if any(state.queues) or state.started & ~state.done:
+            return False
+        return not list(self._next_steps(state))
 
     # Reporting
 
-    def grid(self, state) -> str:
+    def grid(self, state: State) -> str:
         """Who waits for what: a row a thread, and a row a hardware queue."""
-        at, queues, started, done, _ = state
+        steps = dict(self._next_steps(state))
         rows = []
-        for thread, code in enumerate(self.code):
-            step = code[at[thread]] if at[thread] < len(code) else None
-            what = (
-                f"{step.label:12} {VERBS[step.kind]} {step.text}"
-                if step
-                else "is through"
-            )
-            rows.append(
-                f"rank {self.ranks[thread]}  {self.thread_names[thread]:9}  {what}"
-            )
-        for number, queue in enumerate(queues):
+        for thread, (rank, name) in enumerate(zip(self.ranks, self.thread_names)):
+            what = "is through"
+            if thread in steps:
+                step = steps[thread]
+                what = f"{step.label:12} {VERBS[step.kind]} {step.text}"
+            rows.append(f"rank {rank}  {name:9}  {what}")
+        for rank, queue in zip(self.queue_ranks, state.queues):
             if queue:
-                rank, stream = (
-                    self.ranks[next(iter(self.users[number]))],
-                    self.names[self.stream[queue[0]]],
-                )
-                what = (
-                    f"{'KRWC'[self.kind[queue[0]]]} {self.text[queue[0]]}; "
-                    f"{len(queue) - 1} behind"
-                )
+                first = self.operations[queue[0]]
+                stream = self.stream_names[first.stream]
+                what = f"{first.kind} {first.text}; {len(queue) - 1} behind"
                 rows.append(f"rank {rank}  {'a queue':9}  {stream}: {what}")
-        running = [
-            self.text[bit] for bit in bits_of(started & ~done) if self.kind[bit] == C
-        ]
-        return "\n".join(
-            [*sorted(rows), "started, without all ranks: " + ", ".join(running)]
-        )
+        running = []
+        for bit in bits_of(state.started & ~state.done):
+            if self.operations[bit].kind == "C":
+                running.append(self.operations[bit].text)
+        last = "started, without all ranks: " + ", ".join(running)
+        return "\n".join([*sorted(rows), last])
+
+
+class Compiler:
+    """Makes instructions of a thread's entries."""
+
+    def __init__(self, world: World, rank: int):
+        self._world = world
+        self._rank = rank
+        self._code = []
+        self._ops = []  # to be issued at once
+
+    def compile(self, entries: list[tuple]) -> list[Instruction]:
+        last = "start"
+        for label, kind, *values in entries:
+            if kind in "KRWC":
+                self._operation(kind, values, last)
+            else:
+                self._flush(last)
+                self._wait_or_set(kind, values, label)
+            last = label
+        self._flush(last)
+        return self._code
+
+    def _flush(self, label: str) -> None:
+        if not self._ops:
+            return
+        operations = [self._world.operations[op] for op in self._ops]
+        self._add(ISSUE, tuple(self._ops), label, operations[-1].text)
+        self._ops.clear()
+        streams = {each.stream for each in operations if each.kind in "KC"}
+        if self._world.blocking and streams:
+            self._wait_for(tuple(streams), label, "launch blocking")
+
+    def _add(self, kind: int, value, label: str, text: str, **marks) -> None:
+        self._code.append(Instruction(kind, value, label, text, **marks))
+
+    def _wait_for(self, streams, label: str, text: str, locked: bool = False) -> None:
+        self._add(SNAP, streams, label, text)
+        self._add(DRAIN, None, label, text, locked=locked)
+
+    def _operation(self, kind: str, values: list, last: str) -> None:
+        world = self._world
+        stream = world.stream(self._rank, values[0])
+        kinds = [world.operations[op].kind for op in self._ops]
+        if kind != "R" and "C" in kinds:
+            self._flush(last)
+        if kind == "K" and self._ops:
+            before = world.operations[self._ops[-1]]
+            if before.kind == "K" and before.stream == stream:
+                return
+        target = world.bit(self._rank, "event", values[1]) if kind in "RW" else 0
+        op = target if kind == "R" else world.new_bit()
+        operation = world.operations[op]
+        operation.kind = kind
+        operation.stream = stream
+        operation.target = target
+        operation.queue = world.queue(self._rank, stream)
+        if kind == "C":
+            operation.group = tuple(values[1])
+            operation.text = values[1][0]
+            world.members[operation.group] |= 1 << op
+        elif kind == "K":
+            operation.text = str(values[-1])
+        world.stream_masks[stream] |= 1 << op
+        world.rank_masks[self._rank] |= 1 << op
+        self._ops.append(op)
+
+    def _wait_or_set(self, kind: str, values: list, label: str) -> None:
+        world = self._world
+        job = f"job {values[0]}"
+        match kind:
+            case "S":
+                name, text, *locked = values
+                streams = None if name is None else (world.stream(self._rank, name),)
+                self._wait_for(streams, label, str(text), any(locked))
+            case "E":
+                bit = world.bit(self._rank, "event", values[0])
+                self._add(WAIT, 1 << bit, label, "an event")
+            case "G":
+                bit = world.new_bit()
+                world.members[tuple(values)] |= 1 << bit
+                self._add(SET, 1 << bit, label, values[0])
+            case "H":
+                self._add(WAIT, tuple(values), label, values[0])
+            case "P" | "D":
+                bit = world.bit(self._rank, kind, values[0])
+                self._add(SET, 1 << bit, label, job)
+            case "J" | "T":
+                cause = "P" if kind == "J" else "D"
+                bit = world.bit(self._rank, cause, values[0])
+                self._add(WAIT, 1 << bit, label, job, own=True)
 
 
 def bits_of(mask: int) -> Iterator[int]:
@@ -510,65 +454,62 @@ def bits_of(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-def _union(masks: Iterable[int]) -> int:
-    result = 0
-    for mask in masks:
-        result |= mask
-    return result
-
-
 @dataclass
 class Result:
     """What an exploration found. `complete`: all orders were explored, or proved to
     lead to the same."""
 
-    states: int
-    dead: int
-    complete: bool
+    states: int = 0
+    dead: int = 0
+    complete: bool = False
     example: str = field(default="", repr=False)
+
+    def note_end(self, world: World, state: State) -> None:
+        if not world.finished(state):
+            self.dead += 1
+            self.example = self.example or world.grid(state)
 
 
 def exhaust(world: World, limit: int = 10**6) -> Result:
     """All orders of issue, equal states merged; at most `limit` states."""
     first = world.start()
-    seen, stack, dead, example = {(first[0], first[1], first[4])}, [first], 0, ""
-    while stack:
+    seen = {first.key}
+    stack = [first]
+    result = Result(complete=True)
+    while stack and result.complete:
         state = stack.pop()
         threads = world.branches(state)
-        if not threads and not world.finished(state):
-            dead += 1
-            example = example or world.grid(state)
+        if not threads:
+            result.note_end(world, state)
         for thread in threads:
             new = world.step(state, thread)
-            key = new[0], new[1], new[4]
-            if key not in seen:
-                seen.add(key)
+            if new.key not in seen:
+                seen.add(new.key)
                 stack.append(new)
-        if len(seen) > limit:
-            return Result(len(seen), dead, False, example)
-    return Result(len(seen), dead, True, example)
+        result.states = len(seen)
+        result.complete = len(seen) <= limit
+    return result
 
 
 def sample(world: World, runs: int, seed: int = 0) -> Result:
     """Random orders. Threads have random priorities, some of which change on the way;
     now and then any is chosen."""
-    dead, states, example, first = 0, 0, "", world.start()
+    result = Result()
+    first = world.start()
     for run in range(runs):
         rng = random.Random(seed * 1_000_003 + run)
         priority = [rng.random() for _ in world.code]
-        noise, change = rng.choice((0, 0.02, 0.2, 1)), rng.choice((0, 0.01, 0.1))
+        noise = rng.choice((0, 0.02, 0.2, 1))
+        change = rng.choice((0, 0.01, 0.1))
         state = first
         while threads := world.choices(state):
             if rng.random() < change:
                 priority[rng.randrange(len(priority))] = rng.random()
-            thread = (
-                rng.choice(threads)
-                if rng.random() < noise
-                else max(threads, key=priority.__getitem__)
-            )
+            if rng.random() < noise:
+                thread = rng.choice(threads)
+            else:
+                thread = max(threads, key=priority.__getitem__)
             state = world.step(state, thread)
-            states += 1
-        if not world.finished(state):
-            dead += 1
-            example = example or world.grid(state)
-    return Result(states, dead, False, example)
+            result.states += 1
+        result.note_end(world, state)
+    return result

@@ -8,16 +8,17 @@ the log. Each query for the end of an operation answers no, as on the slowest GP
 
 Entries are (thread, label, kind, ...); "train" is the training thread with autograd's,
 for which it waits:
-    K stream                     a kernel or a copy R/W stream event             the
-    stream records an event; it waits for one C stream (id, ranks)         an NCCL
-    kernel: complete when all ranks have started theirs
-    S stream                     the thread waits for the stream, or with None for the
-    whole GPU
-    E event                      the thread waits for an event G/H id ranks
-    the thread arrives at a collective of gloo; it waits until all ranks have
-    P/J/D/T job                  a job is submitted, starts in its thread, ends; the
-    thread waits for its end. A portion of the gradients that is copied to the host is
-    such a job too
+
+- K stream: a kernel or a copy.
+- R/W stream event: the stream records an event; it waits for one.
+- C stream (id, ranks): an NCCL kernel. It is complete when all ranks have started
+  theirs.
+- S stream: the thread waits for the stream, or with None for the whole GPU.
+- E event: the thread waits for an event.
+- G/H id ranks: the thread arrives at a collective of gloo; it waits until all ranks
+  have.
+- P/J/D/T job: a job is submitted, starts in its thread, ends; the thread waits for its
+  end. A portion of the gradients that is copied to the host is such a job too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ import json
 import os
 import threading
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,49 +49,43 @@ def number(what: str) -> int:
 
 
 def note(kind: str, value: int, operation: tuple = ()) -> None:
-    device.device_note(
-        kind.encode(), ctypes.c_long(value), json.dumps(operation).encode()
-    )
+    text = json.dumps(operation).encode()
+    device.device_note(kind.encode(), ctypes.c_long(value), text)
 
 
 def entries(lines: list[str]) -> list[tuple]:
     """The log from the stand-in's lines."""
-    found, lanes = [], dict[str, str]()  # streams of messages -> their groups' names
-    for thread, label, kind, stream, value, text in (
-        line.split("\t") for line in lines
-    ):
-        name = f"stream {stream}" if int(stream) else "compute"
-        if kind in "GH":
-            name, ranks = json.loads(text)
-            rest = [kind, name, tuple(ranks)]
-        elif kind in "EPJDT":
-            rest = [kind, int(value)]
-        elif kind in "KS":
-            rest = [kind, name if int(stream) >= 0 else None, ""]
-        elif kind in "RW":
-            rest = [kind, name, int(value)]
-        else:
-            common, ranks, own = json.loads(text)
-            if kind in ("send", "recv"):
-                lanes[name] = common
-                ends = (own, int(value)) if kind == "send" else (int(value), own)
-                common, ranks = (
-                    f"{common} {ends[0]}>{ends[1]}",
-                    [ranks[end] for end in ends],
-                )
-            operation = f"{common} #{number(common)}", tuple(ranks)
-            rest = (
-                ["C", name, operation, kind]
-                if len(set(ranks)) > 1
-                else ["K", name, kind]
-            )
-        found.append((thread, label, *rest))
-    return [
-        tuple(
-            lanes.get(word, word) if isinstance(word, str) else word for word in entry
-        )
-        for entry in found
-    ]
+    lanes = {}  # streams of messages -> their groups' names
+    log = [entry(*line.split("\t"), lanes) for line in lines]
+    renamed = []
+    for thread, label, kind, first, *rest in log:
+        renamed.append((thread, label, kind, lanes.get(first, first), *rest))
+    return renamed
+
+
+def entry(thread, label, kind, stream, value, text, lanes) -> tuple:
+    name = f"stream {stream}" if int(stream) else "compute"
+    value = int(value)
+    start = (thread, label)
+    if kind in "GH":
+        group, ranks = json.loads(text)
+        return *start, kind, group, tuple(ranks)
+    if kind in "EPJDT":
+        return *start, kind, value
+    if kind in "KS":
+        return *start, kind, name if int(stream) >= 0 else None, ""
+    if kind in "RW":
+        return *start, kind, name, value
+    group, ranks, rank = json.loads(text)
+    if kind in ("send", "recv"):
+        lanes[name] = group
+        ends = (rank, value) if kind == "send" else (value, rank)
+        group = f"{group} {ends[0]}>{ends[1]}"
+        ranks = [ranks[end] for end in ends]
+    operation = (f"{group} #{number(group)}", tuple(ranks))
+    if len(set(ranks)) > 1:
+        return *start, "C", name, operation, kind
+    return *start, "K", name, kind
 
 
 class Meeting:
@@ -115,71 +109,93 @@ COLLECTIVES = """allreduce allreduce_coalesced broadcast reduce gather scatter b
     reduce_scatter_single_coalesced alltoall alltoall_base all_to_all_single"""
 
 
+def recorded(method):
+    def call(self, *args, **kwargs):
+        common, nccl, ranks = groups[self.group_name]
+        device.device_group(json.dumps((common, ranks, self.rank())).encode())
+        work = method(self, *args, **kwargs)
+        if nccl:
+            return work
+        operation = f"{common} #{number(common)}", ranks
+        note("G", 0, operation)
+        if work is None:
+            return note("H", 0, operation)
+        return Meeting(work, operation)
+
+    return call
+
+
+def name_group(group: ProcessGroup, description: str) -> None:
+    ranks = dist.get_process_group_ranks(group)
+    name = f"{description} {','.join(map(str, ranks))}"
+    nccl = "nccl" in dist.get_backend(group)
+    groups[group.group_name] = (f"{name} {number(name)}", nccl, ranks)
+
+
+def not_yet(self) -> bool:
+    return False
+
+
 def name_groups() -> None:
-    def recorded(name):
-        method = getattr(ProcessGroup, name)
-
-        def call(self, *args, **kwargs):
-            common, nccl, ranks = groups[self.group_name]
-            device.device_group(json.dumps((common, ranks, self.rank())).encode())
-            work = method(self, *args, **kwargs)
-            if nccl:
-                return work
-            operation = f"{common} #{number(common)}", ranks
-            note("G", 0, operation)
-            if work is None:
-                return note("H", 0, operation)
-            return Meeting(work, operation)
-
-        return call
-
-    # torch 2.11 has some of them
-    for name in filter(partial(hasattr, ProcessGroup), COLLECTIVES.split()):
-        setattr(ProcessGroup, name, recorded(name))
-    dist.Work.is_completed = lambda self: False
-    torch.cuda.Event.query = torch.cuda.Stream.query = lambda self: False
-    new_group, initialise = dist.new_group, dist.init_process_group
-
-    def known(group: ProcessGroup, description: str) -> None:
-        ranks = dist.get_process_group_ranks(group)
-        name = f"{description} {','.join(map(str, ranks))}"
-        groups[group.group_name] = (
-            f"{name} {number(name)}",
-            "nccl" in dist.get_backend(group),
-            ranks,
-        )
+    for name in COLLECTIVES.split():
+        if hasattr(ProcessGroup, name):  # torch 2.11 has some of them
+            setattr(ProcessGroup, name, recorded(getattr(ProcessGroup, name)))
+    dist.Work.is_completed = not_yet
+    torch.cuda.Event.query = not_yet
+    torch.cuda.Stream.query = not_yet
+    new_group = dist.new_group
+    initialise = dist.init_process_group
 
     def make(*args, **kwargs):
         group = new_group(*args, **kwargs)
         if isinstance(group, ProcessGroup):  # this rank is in it
-            known(group, kwargs.get("group_desc") or "group")
+            name_group(group, kwargs.get("group_desc") or "group")
         return group
 
     def start(*args, **kwargs):
         initialise(*args, **kwargs)
-        known(dist.group.WORLD, "world")
+        name_group(dist.group.WORLD, "world")
 
-    dist.new_group, dist.init_process_group = make, start
+    dist.new_group = make
+    dist.init_process_group = start
 
 
-def label_threads() -> None:
+last_label = "start"
+
+
+def label(text: str) -> None:
+    global last_label
+    last_label = text
+    device.device_label(b"train", text.encode())
+
+
+def label_actions() -> None:
     from megatron_2bw.engine.pipeline import Pipeline
+
+    run_iteration = Pipeline.run
+    execute = Pipeline.execute
+
+    def iteration(self, number, *args):
+        label(f"iteration {number}")
+        run_iteration(self, number, *args)
+
+    def labelled(self, action):
+        label(str(action))
+        execute(self, action)
+
+    label("start")
+    Pipeline.run = iteration
+    Pipeline.execute = labelled
+
+
+def note_jobs() -> None:
     from megatron_2bw.engine.worker import Worker
-    from megatron_2bw.mcore.complete_gradients import Portion
 
-    submit, run_iteration, execute, last = (
-        Worker.submit,
-        Pipeline.run,
-        Pipeline.execute,
-        ["start"],
-    )
-
-    def label(text: str) -> None:
-        last[0] = text
-        device.device_label(b"train", text.encode())
+    submit = Worker.submit
 
     def handed_over(self, job):
-        this, before = number("job"), f"after {last[0]}"
+        this = number("job")
+        before = f"after {last_label}"
         note("P", this)
 
         def run():
@@ -199,40 +215,37 @@ def label_threads() -> None:
             finally:
                 note("T", this)
 
-        future.result, future.done = taken, lambda: False  # the latest that can be
+        future.result = taken
+        future.done = lambda: False  # the latest that can be
         return future
 
-    def iteration(self, number, *args):
-        label(f"iteration {number}")
-        run_iteration(self, number, *args)
+    Worker.submit = handed_over
 
-    def labelled(self, action):
-        label(str(action))
-        execute(self, action)
 
-    hand_over, take, wait = Portion.hand_over, Portion.take, Portion.wait
+def note_portions() -> None:
+    from megatron_2bw.mcore.complete_gradients import Portion
 
-    def portion_handed_over(self):
+    hand_over = Portion.hand_over
+    take = Portion.take
+    wait = Portion.wait
+
+    def handed_over(self):
         self.job = number("job")
         hand_over(self)
 
-    def portion_taken(self):
+    def taken(self):
         take(self)
         note("D", self.job)
 
-    def portion_awaited(self):
+    def awaited(self):
         self._released.wait()
         if hasattr(self, "job"):
             note("T", self.job)
         wait(self)
 
-    Portion.hand_over, Portion.take, Portion.wait = (
-        portion_handed_over,
-        portion_taken,
-        portion_awaited,
-    )
-    label("start")
-    Worker.submit, Pipeline.run, Pipeline.execute = handed_over, iteration, labelled
+    Portion.hand_over = handed_over
+    Portion.take = taken
+    Portion.wait = awaited
 
 
 def record(rank: int, argv: list[str], *plants) -> list[tuple]:
@@ -241,7 +254,9 @@ def record(rank: int, argv: list[str], *plants) -> list[tuple]:
     from tests.distributed.training import train
 
     name_groups()
-    label_threads()
+    label_actions()
+    note_jobs()
+    note_portions()
     for plant in plants:
         plant()
     device.device_record()

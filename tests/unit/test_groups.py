@@ -4,7 +4,9 @@ stand-in for the GPU."""
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -25,15 +27,10 @@ def world():
 @pytest.fixture
 def waits(monkeypatch):
     """A GPU whose current stream notes each wait of the CPU."""
-    noted: list[str] = []
-
-    class Stream:
-        def synchronize(self):
-            noted.append("wait")
-
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
-    return noted
+    stream = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "is_initialized", mock.Mock(return_value=True))
+    monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock(return_value=stream))
+    return stream.synchronize
 
 
 @pytest.mark.parametrize("before", [(), ("other",), ("other", "other", "third")])
@@ -51,104 +48,105 @@ def test_a_name_depends_on_ranks_and_purpose_alone(world, monkeypatch, before):
     assert len({first, *others, new_group([0], "data").group_name}) == len(before) + 2
 
 
-COLLECTIVES = {
-    "all_reduce": lambda result, group: dist.all_reduce(
-        result.copy_(torch.arange(3.0)), group=group
-    ),
-    "broadcast": lambda result, group: dist.broadcast(
-        result.copy_(torch.arange(3.0)), src=0, group=group
-    ),
-    "all_gather": lambda result, group: dist.all_gather(
-        [result], torch.arange(3.0), group
-    ),
-    "into a tensor": lambda result, group: dist.all_gather_into_tensor(
-        result, torch.arange(3.0), group=group
-    ),
-    "reduce_scatter": lambda result, group: dist.reduce_scatter_tensor(
-        result, torch.arange(3.0), group=group
-    ),
-    "barrier": lambda result, group: (
-        dist.barrier(group=group),
-        result.copy_(torch.arange(3.0)),
-    ),
-}
+VALUES = torch.arange(3.0)
 
 
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_every_collective_ends_with_a_wait(name, world, waits):
+def barrier(result, group) -> None:
+    dist.barrier(group)
+    result.copy_(VALUES)
+
+
+def all_reduce(result, group) -> None:
+    dist.all_reduce(result.copy_(VALUES), group=group)
+
+
+def broadcast(result, group) -> None:
+    dist.broadcast(result.copy_(VALUES), src=0, group=group)
+
+
+def all_gather(result, group) -> None:
+    dist.all_gather([result], VALUES, group)
+
+
+def gather_into_tensor(result, group) -> None:
+    dist.all_gather_into_tensor(result, VALUES, group)
+
+
+def reduce_scatter(result, group) -> None:
+    dist.reduce_scatter_tensor(result, VALUES, group=group)
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [barrier, all_reduce, broadcast, all_gather, gather_into_tensor, reduce_scatter],
+)
+def test_every_collective_ends_with_a_wait(collective, world, waits):
     """Each that Megatron or an optimizer calls in the step's thread."""
     result = torch.empty(3)
-    COLLECTIVES[name](result, StepGroup(new_group([0], "step")))
-    assert torch.equal(result, torch.arange(3.0)) and waits == ["wait"]
+    collective(result, StepGroup(new_group([0], "step")))
+    assert torch.equal(result, VALUES)
+    waits.assert_called_once_with()
 
 
 @pytest.mark.parametrize("async_ops", [False, True])
 def test_coalesced_collectives_end_with_one_wait(world, waits, async_ops):
     """As Megatron's bucket groups reduce; with --overlap-grad-reduce the handle is
     waited for later."""
-    group, tensors = (
-        StepGroup(new_group([0], "step")),
-        [torch.arange(3.0), torch.ones(2)],
-    )
+    group = StepGroup(new_group([0], "step"))
+    tensors = [torch.arange(3.0), torch.ones(2)]
     with dist._coalescing_manager(group, async_ops=async_ops) as handle:
         for tensor in tensors:
             dist.all_reduce(tensor, group=group, async_op=async_ops)
     if async_ops:
-        assert waits == []
+        waits.assert_not_called()
         handle.wait()
-    assert waits == ["wait"]
-    assert torch.equal(tensors[0], torch.arange(3.0))
+    waits.assert_called_once_with()
+    assert torch.equal(tensors[0], VALUES)
 
 
 def test_asked_for_its_ranks_it_answers_as_the_group(world):
     group = new_group([0], "step")
     step = StepGroup(group)
     assert (step.size(), step.rank(), dist.get_backend(step)) == (1, 0, "gloo")
-    assert (
-        dist.get_process_group_ranks(step) == [0] and dist.get_group_rank(step, 0) == 0
-    )
-    assert (
-        step == group
-        and group == step
-        and step == StepGroup(group)
-        and hash(step) == hash(group)
-    )
-    assert step != new_group([0], "step") and copy.copy(step) == step
+    assert dist.get_process_group_ranks(step) == [0]
+    assert dist.get_group_rank(step, 0) == 0
+    assert step == group == step == StepGroup(group) == copy.copy(step)
+    assert hash(step) == hash(group)
+    assert step != new_group([0], "step")
 
 
 def test_streams_are_distinct(monkeypatch):
     """torch gives out the 32 streams of a priority in turn; others take some of them
     too."""
-    made = []
+    handles = itertools.cycle(range(POOL))
 
     class Stream:
         def __init__(self, device, priority):
             assert priority == -2
-            made.append(self)
-            self.cuda_stream = 1000 + len(made) % POOL
+            self.cuda_stream = next(handles)
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr("megatron_2bw.engine.streams._taken", [])
-    own = []
+    device = torch.device("cuda")
+    taken = set()
     for number in range(POOL):
-        own.append(own_stream(torch.device("cuda")).cuda_stream)
+        taken.add(own_stream(device).cuda_stream)
         for _ in range(number % 3):
             Stream("cuda", -2)
-    assert len(set(own)) == POOL
+    assert len(taken) == POOL
     with pytest.raises(RuntimeError, match="32 CUDA streams of priority -2"):
-        own_stream(torch.device("cuda"))
+        own_stream(device)
 
 
 def test_more_groups_than_streams_are_one_line(world, monkeypatch):
+    backend = mock.Mock(return_value="nccl")
     monkeypatch.setattr(process_groups, "POOL", 2)
-    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(dist, "get_backend", backend)
     new_group([0], "data")
     assert process_groups.streams_warning() is None
     new_group([0], "activations")
     line = process_groups.streams_warning()
-    assert (
-        line.startswith("> 3 process groups of NCCL share the 2 CUDA streams")
-        and "--two-bw-extra-warmup" in line
-    )
-    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    assert line.startswith("> 3 process groups of NCCL share the 2 CUDA streams")
+    assert "--two-bw-extra-warmup" in line
+    backend.return_value = "gloo"
     assert process_groups.streams_warning() is None

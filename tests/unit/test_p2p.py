@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from megatron_2bw.engine.p2p import Neighbours, Receiver, Sender
 from tests.plain import Arrived
+
+BUFFER = partial(torch.empty, 1)
 
 
 class Numbers:
@@ -18,8 +22,13 @@ class Numbers:
         self.posted = 0
 
     def receive(self, tensor: torch.Tensor) -> Arrived:
-        number, self.posted = self.posted, self.posted + 1
-        return Arrived(lambda: tensor.fill_(number))
+        arrive = partial(tensor.fill_, self.posted)
+        self.posted += 1
+        return Arrived(arrive)
+
+
+def receive(receiver: Receiver, count: int) -> list[float]:
+    return [receiver.receive().item() for _ in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -37,62 +46,70 @@ def test_posted_receives(prefetch, depth, carried_over, posted):
     iteration takes the others."""
     channel = Numbers()
     receiver = Receiver(channel)
-    receiver.prefetch, receiver.prefetch_depth = prefetch, depth
-    receiver.announce(4, lambda: torch.empty(1), carried_over)
-    seen, counts = [], [channel.posted]
+    receiver.prefetch = prefetch
+    receiver.prefetch_depth = depth
+    receiver.announce(4, BUFFER, carried_over)
+    seen = []
+    counts = [channel.posted]
     for _ in range(4 - carried_over):
-        seen.append(receiver.receive().item())
+        seen += receive(receiver, 1)
         counts.append(channel.posted)
-    assert counts == posted and receiver.outstanding == carried_over
-    receiver.announce(1, lambda: torch.empty(1))
-    seen += [receiver.receive().item() for _ in range(carried_over + 1)]
-    assert seen == [0, 1, 2, 3, 4] and receiver.outstanding == 0
+    assert counts == posted
+    assert receiver.outstanding == carried_over
+    receiver.announce(1, BUFFER)
+    seen += receive(receiver, carried_over + 1)
+    assert seen == [0, 1, 2, 3, 4]
+    assert receiver.outstanding == 0
 
 
 def test_what_depends_on_the_pending_step_is_held_back():
     """Of six messages two are left from before, and two are sent before the neighbour's
     step."""
-    channel, steps = Numbers(), [True]
+    stepping = True
+
+    def is_stepping() -> bool:
+        return stepping
+
+    channel = Numbers()
     receiver = Receiver(channel)
     receiver.prefetch_depth = 6
     receiver.prefetch = False
-    receiver.announce(2, lambda: torch.empty(1))
+    receiver.announce(2, BUFFER)
     receiver.prefetch = True
-    receiver.hold_back(2, lambda: steps[-1])
-    receiver.announce(4, lambda: torch.empty(1))
+    receiver.hold_back(2, is_stepping)
+    receiver.announce(4, BUFFER)
     assert channel.posted == 4
-    assert [receiver.receive().item() for _ in range(4)] == [
-        0,
-        1,
-        2,
-        3,
-    ] and channel.posted == 4
+    assert receive(receiver, 4) == [0, 1, 2, 3]
+    assert channel.posted == 4
     with pytest.raises(AssertionError, match="depends on this stage's step"):
         receiver.receive()
-    steps.append(False)
+    stepping = False
     receiver.post_early()
     assert channel.posted == 6
     # another step: what is posted stays, what is announced later is counted anew
-    steps.append(True)
-    assert receiver.receive().item() == 4
-    receiver.hold_back(1, lambda: steps[-1])
-    receiver.announce(3, lambda: torch.empty(1))
+    stepping = True
+    assert receive(receiver, 1) == [4]
+    receiver.hold_back(1, is_stepping)
+    receiver.announce(3, BUFFER)
     assert channel.posted == 7
+
+
+class NotSent(Arrived):
+    def is_completed(self) -> bool:
+        return False
 
 
 class Slow:
     """A channel that has sent a message when it is waited for."""
 
     def __init__(self):
-        self.tensors: list[torch.Tensor] = []
-        self.sent: list[int] = []
+        self.tensors = []
+        self.sent = []
 
     def send(self, tensor: torch.Tensor) -> Arrived:
         number = len(self.tensors)
         self.tensors.append(tensor)
-        work = Arrived(lambda: self.sent.append(number))
-        work.is_completed = lambda: False
-        return work
+        return NotSent(partial(self.sent.append, number))
 
 
 def test_a_sender_waits_for_the_oldest_message_beyond_its_limit():
@@ -101,11 +118,10 @@ def test_a_sender_waits_for_the_oldest_message_beyond_its_limit():
     for number in range(4):
         sender.send(torch.full((2, 3), float(number)).t())
         assert channel.sent == list(range(number - 1))
-    assert [tensor[0, 0].item() for tensor, _ in sender._pending] == [2, 3], (
-        "kept until they are sent"
-    )
-    assert all(
-        tensor.is_contiguous() and tensor.shape == (3, 2) for tensor in channel.tensors
-    )
+    pending = [tensor[0, 0].item() for tensor, _ in sender._pending]
+    assert pending == [2, 3], "kept until they are sent"
+    for tensor in channel.tensors:
+        assert tensor.is_contiguous()
+        assert tensor.shape == (3, 2)
     Neighbours(gradients_out=sender).flush()
     assert channel.sent == [0, 1, 2, 3]

@@ -4,7 +4,6 @@ resumed runs."""
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 
 import torch
 
@@ -20,153 +19,154 @@ from megatron_2bw import (
 )
 from megatron_2bw.engine.p2p import Receiver, Sender
 from megatron_2bw.engine.recorder import Recorder
-from tests.plain import Arrived, assert_same, example, reference
+from tests.plain import Arrived, alone, assert_same, copies, example, reference
 
 CPU = torch.device("cpu")
+RULE = schedule_of("2bw")
 
 
-def alone(
-    shape: Shape, values=None, shadow=None, step=None
-) -> tuple[Pipeline, example.ModuleStage, object]:
-    """A pipeline of one stage with 2BW, its model, and its step; `values` and `shadow`
-    as a checkpoint holds them."""
-    layers = example.layers_of(0, 1)
-    for param, value in zip(layers.parameters(), values or ()):
-        param.data = value.clone()
-    stores = WeightStores(layers.parameters(), 2)
-    stores.start(shape.first, shadow)
-    step = step or example.make_step(stores.params, lambda square: [square])
-    stage = example.ModuleStage(layers, True, shape.microbatches)
-    rule = schedule_of("2bw")
-    return (
-        Pipeline(
-            rule, shape, 0, Neighbours(), stage, example.late_update(rule, stores, step)
-        ),
-        stage,
-        step,
-    )
+class OneStage:
+    """A pipeline of one stage with 2BW; `values` and `shadow` as a checkpoint holds
+    them."""
 
+    def __init__(self, shape: Shape, values=(), shadow=None, step=None):
+        layers = example.layers_of(0, 1)
+        for param, value in zip(layers.parameters(), values):
+            param.data = value.clone()
+        self.stores = WeightStores(layers.parameters(), 2)
+        self.stores.start(shape.first, shadow)
+        self.step = step or example.make_step(self.stores.params, alone)
+        self.stage = example.ModuleStage(layers, True, shape.microbatches)
+        self.update = example.late_update(RULE, self.stores, self.step)
+        self.pipeline = Pipeline(RULE, shape, 0, Neighbours(), self.stage, self.update)
 
-def copies(tensors) -> list[torch.Tensor]:
-    return [tensor.detach().clone() for tensor in tensors]
+    def run(self, iterations) -> None:
+        for iteration in iterations:
+            self.pipeline.run(iteration)
+        self.update.sync_weights()
+
+    def losses(self) -> list[torch.Tensor]:
+        return list(self.stage.losses.values())
+
+    def weights(self) -> list[list[torch.Tensor]]:
+        return [copies(self.stores.params)]
 
 
 def test_between_iterations_the_newest_weights_can_be_had():
     """`sync_weights` completes the step early; that changes no later batch."""
-    pipeline, stage, _ = alone(Shape(1, 3, 0, 5))
+    one = OneStage(Shape(1, 3, 0, 5))
     for iteration in range(5):
-        pipeline.run(iteration)
-        pipeline.update.sync_weights()
-        assert pipeline.update.stores.newest == iteration + 1
-        found = list(stage.losses.values()), [copies(stage.layers.parameters())]
-        assert_same(found, reference("2bw", Shape(1, 3, 0, iteration + 1)))
+        one.run([iteration])
+        assert one.stores.newest == iteration + 1
+        expected = reference("2bw", Shape(1, 3, 0, iteration + 1))
+        assert_same((one.losses(), one.weights()), expected)
 
 
 def test_a_run_resumes_from_two_versions():
-    first, stage, step = alone(Shape(1, 3, 0, 6))
-    for iteration in range(3):
-        first.run(iteration)
-    first.update.sync_weights()
-    stores = first.update.stores
-    resumed, later, _ = alone(
-        Shape(1, 3, 3, 6), copies(stores.values(3)), copies(stores.values(2)), step
-    )
-    for iteration in range(3, 6):
-        resumed.run(iteration)
-    resumed.update.sync_weights()
-    losses = [*stage.losses.values(), *later.losses.values()]
-    assert_same(
-        (losses, [copies(later.layers.parameters())]),
-        reference("2bw", Shape(1, 3, 0, 6)),
-    )
+    first = OneStage(Shape(1, 3, 0, 6))
+    first.run(range(3))
+    values = copies(first.stores.values(3))
+    shadow = copies(first.stores.values(2))
+    resumed = OneStage(Shape(1, 3, 3, 6), values, shadow, first.step)
+    resumed.run(range(3, 6))
+    losses = first.losses() + resumed.losses()
+    assert_same((losses, resumed.weights()), reference("2bw", Shape(1, 3, 0, 6)))
 
 
 def test_a_skipped_step_of_pipedream_writes_no_weights():
     """W(1) is W(0) then, in the same memory; in 16 bits nothing has been written to
     another."""
-    (param,), reduced = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))], []
+    param = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    reduced = []
+
+    def skip() -> bool:
+        return False
+
     stores = WeightStores([param], 2)
-    update = StashedUpdate(stores, lambda: False, reduced.append)
+    update = StashedUpdate(stores, skip, reduced.append)
     update.end_batch(0, set())
     update.step(0)
-    assert (
-        stores.newest == 1
-        and stores.slot(1) == 0
-        and torch.equal(param, torch.ones_like(param))
-    )
+    assert stores.newest == 1
+    assert stores.slot(1) == 0
+    assert torch.equal(param, torch.ones_like(param))
     assert reduced == [0]
+
+
+class Noted:
+    """A function; the ends of its calls are noted on a clock that counts events."""
+
+    def __init__(self, clock, function=None):
+        self.clock = clock
+        self.function = function
+        self.ends = []
+
+    def __call__(self, *args):
+        result = self.function(*args) if self.function else None
+        self.ends.append(next(self.clock))
+        return result
+
+
+class NotedChannel:
+    """Notes the ends of what is sent, or of what is received."""
+
+    occupies_device = False
+    peer = 0
+
+    def __init__(self, noted: Noted):
+        self.noted = noted
+
+    def send(self, tensor) -> Arrived:
+        self.noted()
+        return Arrived(self.noted.function)
+
+    def receive(self, tensor) -> Arrived:
+        return Arrived(self.noted)
+
+
+def nothing(*args) -> None:
+    """Returns at once."""
 
 
 def test_what_counts_as_waiting():
     """From `asked` to `start` a stage waits: for its input, for the gradient of its
     output, for a pending step."""
-    rule, shape, clock, noted = (
-        schedule_of("2bw"),
-        Shape(3, 3, 0, 3),
-        itertools.count(),
-        {},
-    )
-
-    def noting(name, call=lambda *args: None):
-        """`call`; the ends of its first, second, ... call are noted on a clock that
-        counts events."""
-        numbers = itertools.count()
-
-        def noted_call(*args):
-            result = call(*args)
-            noted[name, next(numbers)] = next(clock)
-            return result
-
-        return noted_call
-
-    def channel(name: str) -> SimpleNamespace:
-        arrived = noting(name)
-        send = noting(name, lambda tensor: Arrived(lambda: None))
-        return SimpleNamespace(
-            occupies_device=False,
-            peer=0,
-            send=send,
-            receive=lambda tensor: Arrived(arrived),
-        )
-
+    shape = Shape(3, 3, 0, 3)
+    clock = itertools.count()
     layers = example.layers_of(1, 3)
     stores = WeightStores(layers.parameters(), 2)
-    names = ("activations in", "activations out", "gradients in", "gradients out")
+    stage = example.ModuleStage(layers, False, 3)
+    recorder = Recorder(CPU)
+    recorder.mark = clock.__next__
+    inputs, outputs, gradients_in, gradients_out, step, freed = (
+        Noted(clock, nothing) for _ in range(6)
+    )
+    stage.forward = forward = Noted(clock, stage.forward)
+    stage.backward = backward = Noted(clock, stage.backward)
     neighbours = Neighbours(
-        *(box(channel(name)) for box, name in zip((Receiver, Sender) * 2, names))
+        Receiver(NotedChannel(inputs)),
+        Sender(NotedChannel(outputs)),
+        Receiver(NotedChannel(gradients_in)),
+        Sender(NotedChannel(gradients_out)),
     )
-    stage, recorder = example.ModuleStage(layers, False, 3), Recorder(CPU)
-    stage.forward, stage.backward = (
-        noting("forward", stage.forward),
-        noting("backward", stage.backward),
-    )
-    recorder.mark = lambda: next(clock)
-    update = LateUpdate(
-        stores,
-        Worker("late step", CPU),
-        noting("step", lambda gradients, target: False),
-    )
-    options = dict(recorder=recorder, free_output=noting("freed"))
-    pipeline = Pipeline(rule, shape, 1, neighbours, stage, update, **options)
+    update = LateUpdate(stores, Worker("late step", CPU), step)
+    parts = dict(recorder=recorder, free_output=freed)
+    pipeline = Pipeline(RULE, shape, 1, neighbours, stage, update, **parts)
+    actions = []
     for iteration in range(3):
         pipeline.run(iteration)
+        actions += RULE.actions(shape, 1, iteration)
     marks = recorder.cut()
-    assert [action for action, *_ in marks] == [
-        a for j in range(3) for a in rule.actions(shape, 1, j)
-    ]
-    waited_for = {"F": ["activations in"], "B": ["gradients in"], "S": ["step"]}
-    done = {
-        "F": ("forward", "activations out", "freed"),
-        "B": ("backward", "gradients out"),
-    }
+    assert [mark[0] for mark in marks] == actions
+    waited_for = {"F": [inputs], "B": [gradients_in], "S": [step]}
+    done = {"F": [forward, outputs, freed], "B": [backward, gradients_out]}
     for action, asked, start, end in marks:
-        before, after = (
-            [noted[name, action.number] for name in names.get(action.kind, ())]
-            for names in (waited_for, done)
-        )
         # a step may have ended earlier, in its thread
-        asked_first = [] if action.kind == "S" else [asked]
-        order = [*asked_first, *before, start, *after, end]
-        assert order == sorted(order) and (asked < start) == (action.kind != "R"), (
-            action
-        )
+        order = [] if action.kind == "S" else [asked]
+        for noted in waited_for.get(action.kind, ()):
+            order.append(noted.ends[action.number])
+        order.append(start)
+        for noted in done.get(action.kind, ()):
+            order.append(noted.ends[action.number])
+        order.append(end)
+        assert order == sorted(order), action
+        assert (asked < start) == (action.kind != "R"), action

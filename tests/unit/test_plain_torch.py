@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_2bw import SCHEDULES, LateUpdate, Pipeline, Shape, schedule_of
-from megatron_2bw.schedules import REDUCE, F
+from megatron_2bw.schedules import REDUCE, Action, F
 from tests.plain import Gather, assert_same, reference, run_threads
+from tests.unit.test_schedules import lists
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -22,17 +23,15 @@ def test_no_stage_waits_for_a_step_before_it_needs_the_weights(
     STEP of that batch."""
     rule = schedule_of("2bw", extra_warmup=extra)
     shape = Shape(stages, rule.min_microbatches(stages), 0, 5)
-    orders = [
-        [str(a) for j in range(shape.end) for a in rule.actions(shape, s, j)]
-        for s in range(stages)
-    ]
     executed = [0] * stages
 
     def at_their_steps(batch: int) -> bool:
-        return all(
-            done >= order.index(f"S{batch}@{batch + 1}")
-            for done, order in zip(executed, orders)
-        )
+        return all(done >= place for done, place in zip(executed, steps[batch]))
+
+    steps = []  # by batch, the place of the STEP in each stage's list
+    for batch in range(shape.end):
+        step = Action("S", batch, batch + 1)
+        steps.append([actions.index(step) for actions in lists(rule, shape)])
 
     def observe(pipeline: Pipeline, action) -> None:
         executed[pipeline.index] += 1
@@ -54,37 +53,36 @@ def test_early_receives_where_they_occupy_the_device(monkeypatch, pending, secon
     neighbour sends after its own. No stage has more messages under way than one and the
     microbatches in flight of the stage before the boundary.
     """
-    rule, shape, left = (
-        schedule_of("2bw", extra_warmup=(1, 0)),
-        Shape(3, 5, 0, 4),
-        {1: 2, 2: 1},
-    )
-    ends, posted = [[] for _ in range(3)], [[[]] for _ in range(3)]  # by stage
+    shape = Shape(3, 5, 0, 4)
+    left = [0, 2, 1]
+    most_sent = [(5, None), (3, 5), (None, 3)]  # activations, gradients
+    ends = [[], [], []]
+    posted = [[[]], [[]], [[]]]  # by stage
 
     def observe(pipeline: Pipeline, action) -> None:
-        receiver, stage = pipeline.neighbours.activations_in, pipeline.index
-        senders = pipeline.neighbours.activations_out, pipeline.neighbours.gradients_out
-        assert [sender and sender.max_pending for sender in senders] == [
-            [5, None],
-            [3, 5],
-            [None, 3],
-        ][stage]
+        stage = pipeline.index
+        neighbours = pipeline.neighbours
+        senders = (neighbours.activations_out, neighbours.gradients_out)
+        for sender, most in zip(senders, most_sent[stage]):
+            assert getattr(sender, "max_pending", None) == most
+        receiver = neighbours.activations_in
         if receiver is None:
             return
-        assert (
-            receiver.prefetch == (len(ends[stage]) >= 2)
-            and receiver.prefetch_depth == left[stage]
-        )
+        assert receiver.prefetch == (len(ends[stage]) >= 2)
+        assert receiver.prefetch_depth == left[stage]
+        early = len(receiver._posted)
         if action.kind == REDUCE:
-            ends[stage].append((receiver.outstanding, len(receiver._posted)))
+            ends[stage].append((receiver.outstanding, early))
             posted[stage].append([])
         elif action.kind == F and receiver.outstanding > left[stage]:
-            posted[stage][-1].append(len(receiver._posted))
+            posted[stage][-1].append(early)
+
+    def is_stepping(update: LateUpdate) -> bool:
+        return pending and update.pending is not None
 
     monkeypatch.setattr(Pipeline, "observe", observe)
-    monkeypatch.setattr(
-        LateUpdate, "is_stepping", lambda self: pending and self.pending is not None
-    )
+    monkeypatch.setattr(LateUpdate, "is_stepping", is_stepping)
+    rule = schedule_of("2bw", extra_warmup=(1, 0))
     assert_same(run_threads(rule, shape, occupies_device=True), reference("2bw", shape))
     assert ends == [[], [(2, 2)] * 3 + [(0, 0)], [(1, 1)] * 3 + [(0, 0)]]
     # the first iteration has one forward more
@@ -92,49 +90,32 @@ def test_early_receives_where_they_occupy_the_device(monkeypatch, pending, secon
     assert posted[2][:3] == [[0] * 4, [0] * 4, [1] * 4]
 
 
-@st.composite
-def runs(draw):
-    name = draw(st.sampled_from(sorted(SCHEDULES)))
-    stages = draw(st.sampled_from([1, 2, 3, 4]))
-    options = {}
-    if name == "2bw":
-        options = {
-            "gradient_slots": draw(st.sampled_from([1, 2])),
-            "extra_warmup": draw(st.sampled_from([(), (1,), (2,)]))
-            if stages > 1
-            else (),
-            "sync_iterations": draw(st.integers(0, 3)),
-        }
-    if name == "gpipe":
-        options = {"gpipe_round": draw(st.sampled_from([None, 1, 2]))}
-    least = schedule_of(name, **options).min_microbatches(stages)
-    shape = Shape(
-        stages, draw(st.integers(least, least + 2)), 0, draw(st.integers(1, 5))
-    )
-    if name == "2bw":
-        options["late_microbatches"] = draw(
-            st.sampled_from([None, *range(least - 1, shape.microbatches)])
-        )
-    return (
-        name,
-        options,
-        shape,
-        draw(st.sets(st.integers(0, 4), max_size=2)),
-        draw(st.integers(0, 1 << 30)),
-    )
-
-
-@given(runs())
+@given(st.data())
 @settings(deadline=None)
-def test_no_timing_changes_a_bit(run):
+def test_no_timing_changes_a_bit(data):
     """Actions, messages, all-gathers of the step: each starts after a random delay."""
-    name, options, shape, skipped, seed = run
-    found = run_threads(
-        schedule_of(name, **options), shape, seed, seconds=0.0005, skipped=skipped
-    )
-    rule = {
-        key: options[key]
-        for key in ("sync_iterations", "late_microbatches")
-        if key in options
-    }
-    assert_same(found, reference(name, shape, skipped, **rule))
+
+    def draw(*values):
+        return data.draw(st.sampled_from(values))
+
+    name = draw(*sorted(SCHEDULES))
+    stages = draw(1, 2, 3, 4)
+    options = {}
+    of_reference = {}
+    if name == "2bw":
+        of_reference["sync_iterations"] = draw(0, 1, 2, 3)
+        options["gradient_slots"] = draw(1, 2)
+        if stages > 1:
+            options["extra_warmup"] = draw((), (1,), (2,))
+    if name == "gpipe":
+        options["gpipe_round"] = draw(None, 1, 2)
+    least = schedule_of(name, **options).min_microbatches(stages)
+    microbatches = least + draw(0, 1, 2)
+    shape = Shape(stages, microbatches, 0, draw(1, 2, 3, 4, 5))
+    if name == "2bw":
+        of_reference["late_microbatches"] = draw(None, *range(least - 1, microbatches))
+    skipped = data.draw(st.sets(st.integers(0, 4), max_size=2))
+    seed = data.draw(st.integers(0, 1 << 30))
+    schedule = schedule_of(name, **options, **of_reference)
+    result = run_threads(schedule, shape, seed, seconds=0.0005, skipped=skipped)
+    assert_same(result, reference(name, shape, skipped, **of_reference))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from functools import partial
 
 import torch
 
@@ -14,9 +15,9 @@ CPU = torch.device("cpu")
 
 def test_a_job_is_not_kept():
     """A late step's job holds a batch's gradients."""
-    worker, gradients = Worker("test", CPU), torch.zeros(1)
+    gradients = torch.zeros(1)
     kept = weakref.ref(gradients)
-    worker.submit(lambda gradients=gradients: None).result(10)
+    Worker("test", CPU).submit(partial(id, gradients)).result(10)
     del gradients
     for _ in range(1000):  # the thread forgets it after the result is there
         if kept() is None:
