@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,16 +82,6 @@ def test_files_hold_every_action_and_every_wait(tmp_path):
             waited += record.start - record.asked
         waits = [event["dur"] for event in events if event.get("cat") == "wait"]
         assert sum(waits) == pytest.approx(1e6 * waited)
-
-
-def test_merge_makes_one_trace_and_a_picture(tmp_path):
-    write(tmp_path, Shape(3, 3, 0, 4))
-    trace, picture, page = merge(tmp_path, batches=2)
-    events = json.loads(trace.read_text())["traceEvents"]
-    assert {event["tid"] for event in events if event["ph"] == "X"} == {0, 1, 2}
-    assert all({"ph", "pid", "name"} <= event.keys() for event in events)
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-    assert '{"title":"batches 2 to 3","microbatches":3,' in page.read_text()
 
 
 # Megatron's loop adds a joint step to it

@@ -23,6 +23,8 @@ from megatron_2bw.tools.timelines.page import HERE, bundle
 from megatron_2bw.tools.timelines.simulator import Event
 from megatron_2bw.tools.timelines.waits import cut
 
+BATCHES = 3  # in the picture and on the page
+
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The events of a TraceWriter's file. The last line of a killed run may be cut
@@ -48,9 +50,9 @@ def timed(events: Iterable[dict[str, Any]]) -> list[Event]:
     return actions
 
 
-def merge(directory: Path, batches: int = 3) -> list[Path]:
+def merge(directory: Path) -> list[Path]:
     """Write DIR/trace.json (all stages, opens in Perfetto) and, if a batch is whole,
-    the last whole batches, `batches` at most, as DIR/timeline.png and
+    the last whole batches, BATCHES at most, as DIR/timeline.png and
     DIR/timeline.html. Returns what was written.
 
     Raises OSError, and UserError if there is no stage's file.
@@ -63,7 +65,7 @@ def merge(directory: Path, batches: int = 3) -> list[Path]:
     content = {"traceEvents": everything, "displayTimeUnit": "ms"}
     write_whole(trace, json.dumps(content))
     first = timed(event for event in everything if event["pid"] == 0)
-    last = measured.last_batches(first, batches) if first else None
+    last = measured.last_batches(first, BATCHES) if first else None
     if last is None:
         return [trace]
     from megatron_2bw.tools.timelines.picture import draw_events
