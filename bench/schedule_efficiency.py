@@ -179,9 +179,8 @@ def draw(rows: list[Row]) -> Any:
     shares: dict[str, dict[str, float]] = {}
     shapes = []
     for row in rows:
-        name = f"{row['schedule']} {row['flags']}".strip()
-        if row.get("step_ms"):
-            name += f" step {row['step_ms']} ms"
+        step = f"step {row['step_ms']} ms" if row.get("step_ms") else ""
+        name = f"{row['schedule']} {row['flags']} {step}".strip()
         shape = f"d = {row['stages']}, m = {row['microbatches']}"
         shapes.append(shape)
         shares.setdefault(name, {})[shape] = row["efficiency"]
