@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -80,6 +79,8 @@ def test_ranks_end_with_the_program_that_started_them(tmp_path):
         program.kill()
         program.wait()
     rank = int(path.read_text())
-    with contextlib.suppress(psutil.NoSuchProcess):
-        while psutil.Process(rank).status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.05)
+    while (
+        psutil.pid_exists(rank)
+        and psutil.Process(rank).status() != psutil.STATUS_ZOMBIE
+    ):
+        time.sleep(0.05)
