@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_2bw.base.files import read_yaml
+from megatron_2bw.tools.planner.cost.communication import Message
 from megatron_2bw.tools.planner.cost.simulated import Cost
 from megatron_2bw.tools.planner.descriptions.cluster import Cluster
 from megatron_2bw.tools.planner.descriptions.cluster_file import named_cluster
@@ -132,8 +133,8 @@ READINGS = [Reading(**entry) for entry in PAPER["readings"]]
 class FreeMessages(Cost):
     """The cost with messages that take no time."""
 
-    def _messages(self, plan: Plan) -> list[tuple[float, float]]:
-        return [(0.0, 0.0)] * plan.depth
+    def _messages(self, plan: Plan) -> list[Message]:
+        return [Message(seconds=0.0, occupied=0.0)] * plan.depth
 
 
 @lru_cache

@@ -18,15 +18,15 @@ ROOT = Path(__file__).parents[2]
 # Lines would reward packed code.
 TOKENS = {
     "megatron_2bw/base": 3708,
-    "megatron_2bw/schedules": 4594,
-    "megatron_2bw/engine": 7663,
-    "megatron_2bw/mcore": 28204,
-    "megatron_2bw/run": 22503,
-    "megatron_2bw/tools/planner": 45267,
-    "megatron_2bw/tools": 86768,
-    "megatron_2bw": 154053,
-    "scripts bench": 38952,
-    "tests": 162645,
+    "megatron_2bw/schedules": 4620,
+    "megatron_2bw/engine": 8084,
+    "megatron_2bw/mcore": 28143,
+    "megatron_2bw/run": 21822,
+    "megatron_2bw/tools/planner": 43544,
+    "megatron_2bw/tools": 84100,
+    "megatron_2bw": 151108,
+    "scripts bench": 37217,
+    "tests": 153404,
 }
 DOCS = 2900  # lines of docs/*.md
 

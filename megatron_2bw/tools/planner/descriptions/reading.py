@@ -4,7 +4,7 @@ mapping becomes a dataclass."""
 from __future__ import annotations
 
 import tomllib
-from pathlib import Path
+from importlib.resources import files
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, Le
@@ -31,7 +31,7 @@ class Described:
 def presets(name: str) -> dict[str, dict[str, Any]]:
     """The tables of a TOML file of this folder. An entry also has the values of the
     entry of `shared` that it is `like`."""
-    tables = tomllib.loads((Path(__file__).parent / name).read_text())
+    tables = tomllib.loads(files(__package__).joinpath(name).read_text())
     shared = tables["shared"]
     for table in tables.values():
         for name, entry in table.items():
