@@ -15,7 +15,7 @@ FOLDER = "MEGATRON_2BW_TEST_SESSION"
 
 
 def once_a_session[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """As functools.cache, but for all workers: the first one computes, the others wait
+    """A functools.cache for all workers: the first one computes, the others wait
     and read its result.
 
     The key is the text of the arguments. Results travel through torch.save. Outside of

@@ -58,7 +58,7 @@ WAITS = {  # how often in an iteration, at most
 
 
 class Call(NamedTuple):
-    """Of NCCL."""
+    """The messages of NCCL."""
 
     name: str
     communicator: str
@@ -156,7 +156,7 @@ def watched(name: str) -> list[Watched]:
 
 
 def messages(calls: list[Call], name: str, peer: str) -> list[tuple[str, str]]:
-    """Those to or from a peer: elements and type."""
+    """Messages to or from a peer: elements and type."""
     found = []
     for call in calls:
         if call.name == name and call.peer == peer:
@@ -252,7 +252,7 @@ def host_tensors(optimizers) -> Iterator[torch.Tensor]:
 
 
 def resident_bytes(tensors) -> int:
-    """Of pages those that were written, if the tensor has a mapping of its own."""
+    """The pages that were written, if the tensor has a mapping of its own."""
     maps = re.findall(
         r"^(\w+)-\w+ .*\n(?:\w+: .*\n)*?Rss: +(\d+) kB",
         Path("/proc/self/smaps").read_text(),

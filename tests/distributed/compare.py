@@ -72,7 +72,7 @@ def assert_same(
 
 
 def assert_same_losses(runs, others, exact: bool = True, tolerance=1e-6) -> None:
-    """Those of the last ranks."""
+    """The runs of the last ranks."""
     found = torch.stack(runs[-1].losses)
     expected = torch.stack(others[-1].losses)
     assert_close(found, expected, "losses", exact, tolerance)

@@ -120,7 +120,7 @@ class Draw:
 
 
 def config(text: str) -> Config:
-    """Of a text such as "--bf16 --clip-grad 0"."""
+    """The flags of a text such as "--bf16 --clip-grad 0"."""
     flags = {}
     for part in re.split(r"(?=--)", text):
         flag, _, value = part.strip().partition(" ")
@@ -335,7 +335,7 @@ def is_exact(draw: Draw) -> bool:
 
 
 def tolerance(draw: Draw) -> float:
-    """Of the losses, relative to the largest; 0: bitwise, weights too. Refused if the
+    """The difference of losses, relative to the largest; 0: bitwise, weights too. Refused if the
     rounding has no bound."""
     base = draw.base
     same_rule = ("again", "neutral", "tensor")
@@ -412,7 +412,7 @@ def distance_of_weights(draw: Draw, first: list[Run], second: list[Run]) -> floa
 
 
 def distance_of_losses(draw: Draw, first: list[Run], second: list[Run]) -> float:
-    """Of the iterations that the second run has, too; their skipped steps are the
+    """The iterations that the second run has, too; their skipped steps are the
     same."""
     iterations = len(first[-1].iterations)
     done = iterations - len(second[-1].iterations)

@@ -205,7 +205,7 @@ class MegatronReference(TwoBW):
         return loss * scale
 
     def loss_scale(self, batch: int) -> float:
-        """As the step left it that made the late microbatches' weights."""
+        """The scale that the step left that made the late microbatches' weights."""
         return self.scales[batch if batch < self.rule.sync else max(batch - 1, 0)]
 
     # The step

@@ -215,7 +215,7 @@ def test_a_late_step_may_wait_for_the_whole_device(stages, microbatches, extra, 
 
 
 def watch_the_start(rank: int, argv: list[str]) -> Run:
-    """As `train_like_nccl`, without the timers; notes for each iteration whether its
+    """Trains as `train_like_nccl`, without the timers; notes for each iteration whether its
     step is still being made."""
     from megatron_2bw.mcore.runtime import MegatronRuntime
 

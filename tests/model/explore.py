@@ -276,7 +276,7 @@ class World:
         return tuple(changed), started, done
 
     def _next_steps(self, state: State) -> Iterator[tuple[int, Instruction]]:
-        """Of the threads that are not through."""
+        """The threads that are not through."""
         for thread, code in enumerate(self.code):
             if state.at[thread] < len(code):
                 yield thread, code[state.at[thread]]

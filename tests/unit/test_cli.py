@@ -182,7 +182,7 @@ def test_wrong_flags_end_it_before_a_rank_starts(monkeypatch, capsys):
     ],
 )
 def test_the_number_of_ranks(more, number, monkeypatch):
-    """Of the sizes, or as typed."""
+    """The ranks of the sizes, or as typed."""
     started = []
     monkeypatch.setattr(
         train, "run_ranks", lambda prog, command: started.extend(command)

@@ -90,7 +90,7 @@ def test_every_collective_ends_with_a_wait(collective, world, waits):
 
 @pytest.mark.parametrize("async_ops", [False, True])
 def test_coalesced_collectives_end_with_one_wait(world, waits, async_ops):
-    """As Megatron's bucket groups reduce; with --overlap-grad-reduce the handle is
+    """Megatron's bucket groups reduce so; with --overlap-grad-reduce the handle is
     waited for later."""
     group = StepGroup(new_group([0], "step"))
     tensors = [torch.arange(3.0), torch.ones(2)]

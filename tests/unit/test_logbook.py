@@ -316,7 +316,7 @@ def test_tokens_per_second_are_those_of_the_interval_that_the_line_shows(prompt)
 
 
 def test_a_runs_iterations_and_samples_under_a_batch_schedule(cpu_layer, calculator):
-    """Of 4 samples up to sample 8, then of 16: 8 samples in two iterations, 80 in
+    """Batches of 4 samples up to sample 8, then of 16: 8 samples in two iterations, 80 in
     seven."""
     from megatron_2bw.mcore.batch_sizes import planned, position
 

@@ -63,7 +63,7 @@ def test_posted_receives(prefetch, depth, carried_over, posted):
 
 
 def test_what_depends_on_the_pending_step_is_held_back():
-    """Of six messages two are left from before, and two are sent before the neighbour's
+    """Two of six messages are left from before, and two are sent before the neighbour's
     step."""
     stepping = True
 

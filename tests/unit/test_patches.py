@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("cpu_layer")
 
 @pytest.fixture
 def runtime(monkeypatch):
-    """Of a late step."""
+    """The rows of a late step."""
     from megatron_2bw.mcore import runtime as module
 
     runtime = module.MegatronRuntime(SCHEDULES["2bw"], None)

@@ -418,7 +418,7 @@ def test_the_log_of_a_run_is_a_run(tmp_path):
 
 
 def test_the_records_of_all_ranks_are_a_run(tmp_path):
-    """As a run writes them in its folder. Its screen shows the iterations, and the name
+    """Logs as a run writes them in its folder. Its screen shows the iterations, and the name
     of the first rank's file."""
     path = log(tmp_path / "run" / "job.out")
     output = tmp_path / "run" / "saved" / "output"

@@ -344,7 +344,7 @@ def test_tensor_parallelism_divides_a_layer_and_adds_two_all_reduces_a_pass():
 
 
 def test_experts_by_hand():
-    """Of two experts, with all tokens each, and the router's product; on two ranks each
+    """Two experts, with all tokens each, and the router's product; on two ranks each
     has one."""
     mixture = replace(GPT, experts=2, bias=False)
     whole = layer(model=mixture)

@@ -248,7 +248,7 @@ def test_a_stage_by_hand():
 
 
 def test_a_recompute_of_several_layers_keeps_one_input_and_holds_all_of_them():
-    """Of 5 layers, 2 at a time: three inputs a microbatch, two whole layers during the
+    """Five layers, 2 at a time: three inputs a microbatch, two whole layers during the
     recompute."""
     memory = Memory(GPT, "bf16", False)
     plan = Plan(1, 4, 1, 2, 8, "full", first=5, last=5)

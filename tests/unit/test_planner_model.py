@@ -300,7 +300,7 @@ def test_presets_have_the_size_of_their_name(name):
     ],
 )
 def test_mixtures_have_the_published_parameters(name, parameters):
-    """As transformers counts them."""
+    """The count of transformers."""
     assert PRESETS[name].parameters() == parameters
 
 

@@ -634,7 +634,7 @@ def simulated(cost: Cost, plan: Plan) -> float:
 @property_of(200)
 @given(planned(ahead=True))
 def test_bounds(case):
-    """Of the shape, of its split, of the plan, of its simulation: each below the
+    """Bounds of the shape, of its split, of the plan, of its simulation: each below the
     next."""
     cost, plan = case
     search = Search(cost, Space(plan.global_batch))

@@ -196,7 +196,7 @@ class Cost:
     def on(
         self, cluster: Cluster, model: Model | None = None, spare: float | None = None
     ) -> Cost:
-        """The same costs on another cluster, of another model, or with another share to
+        """These costs on another cluster, of another model, or with another share to
         spare."""
         return Cost(
             model or self.model,
@@ -347,7 +347,7 @@ class Cost:
 
     @cached_property
     def fastest(self) -> Cost:
-        """The same costs where all GPUs have the best figures of any: its times and
+        """These costs where all GPUs have the best figures of any: its times and
         capacity are bounds."""
         if not self.cluster.devices:
             return self
@@ -414,8 +414,8 @@ class Cost:
         return min(late + further, plan.microbatches) if further > 0 else 0
 
     def bound_ahead(self, plan: Plan) -> float | None:
-        """As `lower_bound`, for the plan with any extra warm-up; None if that would
-        hide too little."""
+        """A lower bound on the time of the plan with any extra warm-up; None if that
+        would hide too little."""
         if plan.schedule != "2bw" or not self._is_slow(plan):
             return None
         return lower_bound(plan, replace(self.times(plan), transfer=0.0))

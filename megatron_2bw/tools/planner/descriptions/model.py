@@ -115,7 +115,7 @@ class Model(Described):
         return count + self.expert_parameters(tensor, expert)
 
     def expert_parameters(self, tensor: int = 1, expert: int = 1) -> float:
-        """Those of the experts in it; 0 without."""
+        """Parameters of the experts in a layer; 0 without experts."""
         each = sum(inputs * outputs for inputs, outputs in self.expert_sides(tensor))
         each += self._mlp_biases(self.expert_ffn, tensor) if self.bias else 0
         return self.experts / expert * each
@@ -208,7 +208,8 @@ class Model(Described):
         return [*sides, *shared, (self.hidden, self.experts)]
 
     def expert_sides(self, tensor: int = 1) -> list[tuple[float, float]]:
-        """Those of one expert's products, each with a part of the tokens."""
+        """Inputs and outputs of one expert's products, each with a part of the
+        tokens."""
         return self._mlp_sides(self.expert_ffn, tensor) if self.experts else []
 
     def _mlp_sides(self, ffn: int, tensor: int) -> list[tuple[float, float]]:

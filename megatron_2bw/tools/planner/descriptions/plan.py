@@ -85,8 +85,8 @@ class Plan:
     host: bool = False
 
     def changed(self, **fields: Any) -> Plan:
-        """As dataclasses.replace, but five times as fast: a search builds tens of
-        thousands of plans."""
+        """The plan with other fields. Five times as fast as dataclasses.replace: a
+        search builds tens of thousands of plans."""
         plan = object.__new__(Plan)
         plan.__dict__.update(self.__dict__)
         for cached in ("pipeline", "shape"):

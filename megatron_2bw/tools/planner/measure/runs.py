@@ -192,7 +192,7 @@ _ARGUMENT = re.compile(r"^(?:\[[^\]\n]*\]:? ?)? +(\w+) \.{3,} (.*?) *$", re.MULT
 
 
 def _text(path: Path) -> str:
-    """Of a log, or of all ranks of a run's `output`."""
+    """The text of a log, or of all ranks of a run's `output`."""
     with file_errors(str(path)):
         files = sorted(path.glob("rank-*.txt")) if path.is_dir() else [path]
         return "\n".join(file.read_text(errors="replace") for file in files)

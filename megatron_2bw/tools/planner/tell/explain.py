@@ -86,8 +86,8 @@ class Result:
 
     @cached_property
     def tight(self) -> list[Estimate]:
-        """Of the fastest plans that do not fit by the estimate, but may, those that are
-        faster than the first one."""
+        """The fastest plans that do not fit by the estimate, but may, and are faster
+        than the first one."""
         loose = self.cost.on(self.cost.cluster, spare=-TIGHT)
         named: dict[str, Plan] = {}
         for plan in itertools.islice(filter(loose.fits, self.search.too_large), 6):

@@ -50,8 +50,8 @@ def rejections(result: Result) -> str:
 
 
 def _faster(result: Result) -> Estimate | None:
-    """Of the first nine plans that do not fit, have a name of their own and would fit
-    another known GPU, the first that is faster than a plan of the table."""
+    """The first plan that is faster than one of the table, among nine that do not fit,
+    have a name of their own and would fit another known GPU."""
     cost = result.cost
     named = {each.plan.title for each in result.estimates + result.tight}
     largest = GIB * max(gpu.memory_gib for gpu in GPUS.values())
