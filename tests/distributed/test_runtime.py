@@ -300,7 +300,6 @@ LATE = [
     "embedding meeting",
     "pipeline",
     "tensor",
-    "position embedding",
 ]
 
 
