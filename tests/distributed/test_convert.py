@@ -57,7 +57,7 @@ def folder(tmp_path_factory):
 
     @functools.cache
     def get(name: str) -> Path:
-        path = tmp_path_factory.mktemp(name.replace(", ", "_"))
+        path = tmp_path_factory.mktemp(name.replace(",", "").replace(" ", "_"))
         made(name).save_pretrained(path / "hf")
         # for two tensor ranks
         pad = "--make-vocab-size-divisible-by 2"
