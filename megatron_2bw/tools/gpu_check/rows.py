@@ -162,8 +162,7 @@ def delays() -> None:
         execute(self, action)
 
     def paused_job(self, job):
-        with torch.cuda.stream(self.stream):
-            pause()
+        pause()
         return run_job(self, job)
 
     Pipeline.execute = paused_execute
