@@ -30,7 +30,7 @@ TOKENS = {
     "megatron_2bw/tools": 84088,
     "megatron_2bw": 151112,
     "scripts bench": 37217,
-    "tests": 153676,
+    "tests": 153680,
 }
 DOCS = 2900  # lines of docs/*.md
 
@@ -44,7 +44,7 @@ TOKENS_A_LINE = {
     "megatron_2bw/run": 21822.0,
     "megatron_2bw/tools": 84088.6,
     "scripts bench": 37217.1,
-    "tests": 153676.2,
+    "tests": 153680.2,
 }
 PACKED = {"parallel": 4, "lambdas": 4, "comprehensions": 30}
 KINDS = (
