@@ -1,8 +1,6 @@
 """The words of a command line: flags with their values, the words of a file, what
 stands behind --."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path

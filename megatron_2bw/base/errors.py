@@ -1,8 +1,6 @@
 """Errors that a program reports to its user in one line, without a traceback; parsers
 of command lines that do so."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import difflib

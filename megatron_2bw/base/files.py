@@ -1,8 +1,6 @@
 """The one atomic writer: a file has its old content or its new content, never a part of
 either."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -8,8 +8,6 @@ Invariant: a world has a time limit, a port and a folder of its own, and none of
 processes outlives it.
 """
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import os

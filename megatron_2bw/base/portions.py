@@ -1,7 +1,5 @@
 """Cuts a sequence into lists of a bounded size. Pure Python."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 
 

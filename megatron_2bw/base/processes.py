@@ -1,8 +1,6 @@
 """Child processes: none outlives its parent, a tree ends as a whole, a port stays free
 until its server starts."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import multiprocessing

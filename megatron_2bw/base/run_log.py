@@ -11,8 +11,6 @@ Megatron prints no loss if its mean is not above 0: for NaN, and at first where 
 steps were skipped.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterable, Iterator

@@ -10,8 +10,6 @@ iteration, so that the receives and sends of a boundary are equal in number at t
 of every iteration.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,6 +20,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_2bw.engine.process_groups import new_group
 from megatron_2bw.engine.streams import own_stream
@@ -70,13 +69,13 @@ class Channel:
             work = self.send(token) if sends else self.receive(token)
             work.wait()
 
-    def send(self, tensor: torch.Tensor) -> Work:
+    def send(self, tensor: Tensor) -> Work:
         """Start to send; `tensor` must not change until the work is complete."""
         work = dist.isend(tensor, self.peer, group=next(self._next))
         assert work is not None, "this rank is not in the group"
         return work
 
-    def receive(self, tensor: torch.Tensor) -> Work:
+    def receive(self, tensor: Tensor) -> Work:
         """Start to receive into `tensor`."""
         work = dist.irecv(tensor, self.peer, group=next(self._next))
         assert work is not None, "this rank is not in the group"
@@ -103,7 +102,7 @@ class HostStagedChannel(Channel):
         self._worker = Worker(f"exchange with rank {peer}", device)
         self._stream = own_stream(device)
 
-    def send(self, tensor: torch.Tensor) -> Work:
+    def send(self, tensor: Tensor) -> Work:
         host = _host_copy_of(tensor)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -117,7 +116,7 @@ class HostStagedChannel(Channel):
 
         return _StagedWork(self._worker.submit(job), keep=tensor)
 
-    def receive(self, tensor: torch.Tensor) -> Work:
+    def receive(self, tensor: Tensor) -> Work:
         host = _host_copy_of(tensor)
         # `tensor` may reuse memory that is still being read
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -150,7 +149,7 @@ class _StagedWork:
             torch.cuda.current_stream().wait_event(arrived)
 
 
-def _host_copy_of(tensor: torch.Tensor) -> torch.Tensor:
+def _host_copy_of(tensor: Tensor) -> Tensor:
     return torch.empty(
         tensor.shape,
         dtype=tensor.dtype,
@@ -183,13 +182,13 @@ class Receiver:
         # receives that may be posted while `_is_stepping`; None: as many as wanted
         self._allowed: int | None = None
         self._is_stepping: Callable[[], bool] | None = None
-        self._new_buffer: Callable[[], torch.Tensor] | None = None
-        self._posted: deque[tuple[torch.Tensor, Work]] = deque()
+        self._new_buffer: Callable[[], Tensor] | None = None
+        self._posted: deque[tuple[Tensor, Work]] = deque()
 
     def announce(
         self,
         count: int,
-        new_buffer: Callable[[], torch.Tensor],
+        new_buffer: Callable[[], Tensor],
         carried_over: int = 0,
     ) -> None:
         """The neighbour will send `count` more messages, each into an empty tensor of
@@ -228,7 +227,7 @@ class Receiver:
                 return
             self._post()
 
-    def receive(self) -> torch.Tensor:
+    def receive(self) -> Tensor:
         """Wait for the next message. With `prefetch` the receives after it are posted
         before this returns.
 
@@ -276,9 +275,9 @@ class Sender:
     def __init__(self, channel: Channel, max_pending: int = 1 << 30):
         self.channel = channel
         self.max_pending = max_pending
-        self._pending: deque[tuple[torch.Tensor, Work]] = deque()
+        self._pending: deque[tuple[Tensor, Work]] = deque()
 
-    def send(self, tensor: torch.Tensor) -> None:
+    def send(self, tensor: Tensor) -> None:
         """Send without waiting; the caller must not write to `tensor` any more."""
         while self._pending:
             _, oldest = self._pending[0]

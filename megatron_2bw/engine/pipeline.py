@@ -5,8 +5,6 @@ messages received early); the actions run in the order of the schedule's list, a
 is no other loop.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,7 +77,7 @@ class InFlight:
     output: Tensor
 
 
-def ignore(pipeline: Pipeline, action: Action) -> None:
+def ignore(pipeline: "Pipeline", action: Action) -> None:
     """The observer of a pipeline that nobody watches."""
 
 
@@ -100,7 +98,7 @@ class Pipeline:
     observe     (class attribute) called as observe(pipeline, action) after each action
     """
 
-    observe: ClassVar[Callable[[Pipeline, Action], object]] = ignore
+    observe: ClassVar[Callable[["Pipeline", Action], object]] = ignore
 
     def __init__(
         self,

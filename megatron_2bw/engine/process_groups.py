@@ -4,8 +4,6 @@ Invariant: when a collective of a `StepGroup` has returned, no GPU waits for ano
 rank because of it.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,6 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from megatron_2bw.engine.streams import POOL
@@ -122,16 +121,16 @@ class StepGroup:
 
         return call
 
-    def allreduce(self, tensors: list[torch.Tensor], *options: Any) -> Any:
+    def allreduce(self, tensors: list[Tensor], *options: Any) -> Any:
         return self._through_host("allreduce", tensors, options)
 
-    def broadcast(self, tensors: list[torch.Tensor], *options: Any) -> Any:
+    def broadcast(self, tensors: list[Tensor], *options: Any) -> Any:
         return self._through_host("broadcast", tensors, options)
 
     def _through_host(
         self,
         name: str,
-        tensors: list[torch.Tensor],
+        tensors: list[Tensor],
         options: tuple[Any, ...],
     ) -> Any:
         collective: Callable[..., Any] = self.__getattr__(name)

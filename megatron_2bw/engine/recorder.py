@@ -5,8 +5,6 @@ marks into times later: in the late step's thread, or at the end of a batch, whe
 GPU has finished its work.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Invariant: a stream of this module is neither another one of it nor a stream of 
 gloo.
 """
 
-from __future__ import annotations
-
 import torch
 
 # torch has a pool of 32 streams for each priority and gives them out in turn, so that

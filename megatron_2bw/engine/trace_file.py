@@ -5,8 +5,6 @@ Each rank appends its events to its own file, in Chrome's JSON array format. The
 bracket may be missing, so the trace of a killed run opens.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable, Iterator

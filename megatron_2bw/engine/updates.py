@@ -6,8 +6,6 @@ end of a batch and its step the step's thread alone writes the reserved weight s
 reads the batch's gradients, not the training thread.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass

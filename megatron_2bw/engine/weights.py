@@ -9,8 +9,6 @@ Invariants (docs/design.md, rules 1 to 4 and [Note: one storage per microbatch])
 - a version change rebinds `param.data`; it never copies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn import Parameter
 
 # elements: matrix kernels want the addresses of whole vectors, and so do Megatron's
 # buffers
@@ -50,13 +50,13 @@ class WeightStores:
 
     def __init__(
         self,
-        params: Iterable[torch.nn.Parameter],
+        params: Iterable[Parameter],
         slots: int,
         buffers: Sequence[Any] | None = None,
     ):
         self.params = list(params)
         self.slots = slots
-        self.buffer_data: list[list[torch.Tensor]] = []  # by slot, then by buffer
+        self.buffer_data: list[list[Tensor]] = []  # by slot, then by buffer
         # version -> slot; two versions share one after a skipped step
         self._slot_of: dict[int, int] = {0: 0}
         self._bound: int | None = None  # the slot that the parameters point to
@@ -74,16 +74,14 @@ class WeightStores:
             for _ in range(1, slots):
                 self._views.append(self._allocate(copy=False))
 
-    def _views_of(
-        self, buffers: Sequence[Any], data: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        views: dict[torch.nn.Parameter, torch.Tensor] = {}
+    def _views_of(self, buffers: Sequence[Any], data: list[Tensor]) -> list[Tensor]:
+        views: dict[Parameter, Tensor] = {}
         for buffer, flat in zip(buffers, data):
             for param, (start, end, _) in buffer.param_index_map.items():
                 views[param] = flat[start:end].view(param.shape)
         return [views[param] for param in self.params]
 
-    def _allocate(self, copy: bool) -> list[torch.Tensor]:
+    def _allocate(self, copy: bool) -> list[Tensor]:
         """Views of one flat tensor per dtype, in the order of the parameters; with
         their values if `copy`."""
         starts: list[int] = []
@@ -93,7 +91,7 @@ class WeightStores:
             padded = math.ceil(param.numel() / ALIGNMENT) * ALIGNMENT
             starts.append(start)
             sizes[param.dtype] = start + padded
-        flats: dict[torch.dtype, torch.Tensor] = {}
+        flats: dict[torch.dtype, Tensor] = {}
         for dtype, size in sizes.items():
             flats[dtype] = torch.empty(size, dtype=dtype, device=self.params[0].device)
         views = []
@@ -115,7 +113,7 @@ class WeightStores:
         """The versions held, ascending."""
         return sorted(self._slot_of)
 
-    def start(self, version: int, shadow: Sequence[torch.Tensor] | None = None) -> None:
+    def start(self, version: int, shadow: Sequence[Tensor] | None = None) -> None:
         """Name the present values W(version), and `shadow` W(version - 1).
 
         shadow: one tensor a parameter, in their order; None: a run starts with shadow
@@ -180,7 +178,7 @@ class WeightStores:
             del self._slot_of[newest]
         self._slot_of[newest + 1] = target if stepped else current
 
-    def values(self, version: int) -> list[torch.Tensor]:
+    def values(self, version: int) -> list[Tensor]:
         """W(version), in the order of `params`. KeyError if it is not held."""
         return self._views[self._slot_of[version]]
 
@@ -188,7 +186,7 @@ class WeightStores:
         """The slot that holds W(version). KeyError if it is not held."""
         return self._slot_of[version]
 
-    def views(self, slot: int) -> list[torch.Tensor]:
+    def views(self, slot: int) -> list[Tensor]:
         """The parameters' values in a slot, in the order of `params`."""
         return self._views[slot]
 

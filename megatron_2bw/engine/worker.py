@@ -1,8 +1,6 @@
 """A thread that runs one job after the other, for work that must not stop the training
 thread."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import threading

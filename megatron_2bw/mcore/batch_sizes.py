@@ -4,8 +4,6 @@ of microbatches has them.
 Invariant: the calculator is read and never changed.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from typing import NamedTuple

@@ -9,8 +9,6 @@ Invariant: a portion of the slot is the step's thread's from `end_batch` until i
 copied and zeroed, and the training thread's otherwise.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from functools import partial

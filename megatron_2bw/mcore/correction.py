@@ -1,7 +1,5 @@
 """What a working copy of the weights adds to them, with --two-bw-correction."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -6,8 +6,6 @@ Invariant: nothing of torch changes on a host with CUDA unless the CPU was asked
 rebound for the CPU stands in `patches.py`.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc
@@ -22,6 +20,7 @@ from typing import Any
 import psutil
 import torch
 import torch.utils.data
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron_2bw.mcore.rebinding import around, constant
@@ -45,12 +44,12 @@ class _CudaMeansCpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
-        if func is torch.Tensor.cuda:
+        if func is Tensor.cuda:
             return args[0]
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+        if func is Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], CPU, *args[2:])
         result = func(*args, **kwargs)
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+        if func is Tensor.type and len(args) == 1 and not kwargs:
             # Megatron picks code paths by comparing with "torch.cuda.FloatTensor" and
             # its kin.
             plain = result.replace("torch.cuda.", "torch.")
@@ -61,7 +60,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 class _DetachedOnHost(_CudaMeansCpu):
     def __torch_function__(self, func, types_, args=(), kwargs=None):
         result = super().__torch_function__(func, types_, args, kwargs)
-        return result.to(CPU) if func is torch.Tensor.detach else result
+        return result.to(CPU) if func is Tensor.detach else result
 
 
 def _is_cuda(device: Any) -> bool:
@@ -116,11 +115,11 @@ def _properties(device=None) -> types.SimpleNamespace:
     )
 
 
-def _get_rng_state(device="cuda") -> torch.Tensor:
+def _get_rng_state(device="cuda") -> Tensor:
     return torch.get_rng_state()
 
 
-def set_rng_state(new_state: torch.Tensor, device="cuda", graph_safe=False) -> None:
+def set_rng_state(new_state: Tensor, device="cuda", graph_safe=False) -> None:
     torch.set_rng_state(new_state)
 
 

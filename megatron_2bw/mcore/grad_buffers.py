@@ -8,8 +8,6 @@ Invariants:
 - a batch's gradients are unscaled with the scale of its losses (docs/design.md, rule 7).
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_2bw.engine.updates import PerBatch
 from megatron_2bw.mcore.rebinding import constant
@@ -36,18 +36,16 @@ class Slot:
         self.buffers = buffers
         self.bucket_groups = bucket_groups
         self._dense = dense
-        self.group_of: dict[torch.nn.Parameter, Any] = {}
+        self.group_of: dict[Parameter, Any] = {}
         for group in bucket_groups:
             for param in group.params:
                 self.group_of[param] = group
-        self.main_grads: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self.main_grads: dict[Parameter, Tensor] = {}
         for buffer in buffers:
             for param, (start, end, _) in buffer.param_index_map.items():
                 self.main_grads[param] = buffer.grad_data[start:end].view(param.shape)
 
-    def twin(
-        self, new: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like
-    ) -> Slot:
+    def twin(self, new: Callable[[Tensor], Tensor] = torch.zeros_like) -> "Slot":
         """A second slot with the same layout, whose buffers `new` makes. Bytes: those
         of the gradients."""
         twin_of: dict[int, Any] = {}  # by a bucket's id
@@ -96,12 +94,12 @@ class Slot:
         for group in self.bucket_groups:
             group.finish_grad_sync(force_all_reduce=force_all_reduce)
 
-    def scale_gradients(self, scaling_factor: torch.Tensor) -> None:
+    def scale_gradients(self, scaling_factor: Tensor) -> None:
         for buffer in self.buffers:
             buffer.scale_gradients(scaling_factor)
 
 
-def same_memory(tensor: torch.Tensor) -> torch.Tensor:
+def same_memory(tensor: Tensor) -> Tensor:
     """The memory of a slot that shares the first one's."""
     return tensor
 
@@ -179,8 +177,8 @@ class GradientSlots(PerBatch):
         return self.gradients_of(batch)
 
     def stash(
-        self, params: Sequence[torch.nn.Parameter], values: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
+        self, params: Sequence[Parameter], values: Sequence[Tensor]
+    ) -> list[Tensor]:
         """Copies of tensors as large as the parameters, in the memory of a slot; until
         the next `begin_batch`.
 
@@ -219,7 +217,7 @@ class LossScales(PerBatch):
         self.current = scale  # of the batch whose backwards run
         self.logged = float(scale)  # after the last completed step
 
-    def now(self) -> torch.Tensor:
+    def now(self) -> Tensor:
         """A copy of the scaler's present scale."""
         part = self._parts[0]
         return type(part).get_loss_scale(part).clone()
@@ -229,10 +227,10 @@ class LossScales(PerBatch):
             del self._by_version[older]
         self.current = self._by_version[version]
 
-    def end_batch(self, batch: int) -> torch.Tensor:
+    def end_batch(self, batch: int) -> Tensor:
         return self.current
 
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         """A loss of the batch that `begin_batch` was last called for, times its
         scale."""
         # a host's optimizer keeps it on the host
@@ -249,7 +247,7 @@ class LossScales(PerBatch):
         self.logged = result.loss_scale
 
     @contextlib.contextmanager
-    def unscaling_by(self, scale: torch.Tensor) -> Iterator[None]:
+    def unscaling_by(self, scale: Tensor) -> Iterator[None]:
         """Inside, Megatron's optimizers unscale by `scale`, whatever their scaler's
         present one is."""
         scalers = [getattr(part, "grad_scaler", None) for part in self._parts]
@@ -268,12 +266,12 @@ class _BatchScaler:
     """A gradient scaler of Megatron that unscales by one batch's scale; `update` is the
     scaler's own."""
 
-    def __init__(self, scaler: Any, scale: torch.Tensor):
+    def __init__(self, scaler: Any, scale: Tensor):
         self.scale = scale
         self.update = scaler.update
 
     @property
-    def inv_scale(self) -> torch.Tensor:
+    def inv_scale(self) -> Tensor:
         return self.scale.double().reciprocal().float()
 
 

@@ -7,8 +7,6 @@ host tensors only. The new weights are copied to the free weight store.
 Invariant: with the distributed optimizer only the pages of the own shards are written.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

@@ -18,8 +18,6 @@ Invariants:
   the batch's number.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections import deque
@@ -32,6 +30,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.training import async_utils
+from torch import Tensor
 
 from megatron_2bw.engine.recorder import Marks
 from megatron_2bw.engine.updates import BatchStep, PerBatch
@@ -81,9 +80,9 @@ class Job:
     batch: int
     target: int
     slot: Slot
-    scale: torch.Tensor
+    scale: Tensor
     routers: RouterBatch | None
-    tokens: torch.Tensor | None
+    tokens: Tensor | None
     samples: int
     marks: Marks
     wants_exit: bool
@@ -116,7 +115,7 @@ class StepResult:
     exit_requested: bool
     save_complete: bool
     losses: RouterBatch | None = None
-    scale: torch.Tensor | None = None
+    scale: Tensor | None = None
     correction: Correction = NO_CORRECTION
 
 
@@ -221,7 +220,7 @@ class LateStep(BatchStep):
         """What Megatron's optimizers step, and the gradients that they read."""
         corrects = self._options.correction is not None
         slot = self._slots.gradients_of(self._stores.newest)
-        mains: dict[torch.nn.Parameter, torch.Tensor] = {}
+        mains: dict[torch.nn.Parameter, Tensor] = {}
         self._host: HostMemory | None = None
         self._complete_gradients: CompleteGradients | None = None
         if self._options.host:
@@ -308,7 +307,7 @@ class LateStep(BatchStep):
         """With a working copy a skipped step writes the store too."""
         return result.stepped or self._working is not None
 
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale of its batch."""
         return self._scales.scale_loss(loss)
 
@@ -338,7 +337,7 @@ class LateStep(BatchStep):
             sync_iterations=self._schedule.sync_iterations,
         )
 
-    def _logged_scale(self) -> torch.Tensor:
+    def _logged_scale(self) -> Tensor:
         return torch.tensor([self._scales.logged], device="cpu")
 
     # The rest runs in the step's thread.
@@ -408,7 +407,7 @@ class LateStep(BatchStep):
         rows = self._groups.gather_over_pipeline([own.waited, own.elapsed, own.memory])
         return tuple(StageStats(*row) for row in rows)
 
-    def _step(self, job: Job, views: Sequence[torch.Tensor]) -> tuple[Any, Any, Any]:
+    def _step(self, job: Job, views: Sequence[Tensor]) -> tuple[Any, Any, Any]:
         """Clip, step, copy and gather: Megatron's own step, into the job's weight
         store, whose parameters are `views`. Returns what Megatron's does."""
         precision = contextlib.nullcontext()

@@ -9,8 +9,6 @@ complete, before all that the training loop prints or writes about later iterati
 after "exiting program" if a run leaves in its middle); no stage waits for another.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import time

@@ -1,7 +1,5 @@
 """What a run asks of its runtime."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config, unwrap_model
+from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_2bw.engine.weights import WeightStores
 from megatron_2bw.mcore.grad_buffers import (
@@ -54,7 +56,7 @@ class Proxies:
         parts: Sequence[Any],
         stores: WeightStores,
         groups: tuple[dist.ProcessGroup, ...],
-        mains: Mapping[torch.nn.Parameter, torch.Tensor],
+        mains: Mapping[Parameter, Tensor],
         host: HostMemory | None,
     ):
         self._parts = parts
@@ -78,11 +80,11 @@ class Proxies:
         for part in parts:
             for places in lists_of_parameters(part):
                 for index, param in enumerate(places):
-                    if isinstance(param, torch.nn.Parameter) and param in self.of:
+                    if isinstance(param, Parameter) and param in self.of:
                         self._places.append((places, index))
         self.model = ProxyModel(ddp, self.of)
 
-    def point_to(self, views: Sequence[torch.Tensor]) -> None:
+    def point_to(self, views: Sequence[Tensor]) -> None:
         """Let the proxies be the parameters in a weight store, or their main parameters
         where there are some."""
         for param, view in zip(self._stores.params, views):
@@ -134,7 +136,7 @@ class Proxies:
         if self._host is not None:
             self._write_shards_to(self._host.flats)
 
-    def _write_shards_to(self, data: list[torch.Tensor]) -> None:
+    def _write_shards_to(self, data: list[Tensor]) -> None:
         """Let the distributed optimizer write its shards to `data`, one flat tensor a
         buffer."""
         for buffer, flat in zip(self._buffers, data):
@@ -189,7 +191,7 @@ class ProxyModel:
     pre_process = True  # by this attribute Megatron finds the innermost model
     routers: Sequence[Any] = ()  # of the batch
 
-    def __init__(self, ddp: Any, proxies: dict[torch.nn.Parameter, torch.Tensor]):
+    def __init__(self, ddp: Any, proxies: dict[Parameter, Tensor]):
         self.ddp_config = ddp.ddp_config
         self.config = copy.copy(get_model_config(ddp))
         self.config.timers = None
@@ -204,14 +206,14 @@ class ProxyModel:
     def modules(self) -> Iterator[Any]:
         return iter(self.routers)  # Megatron looks for these alone
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, param in self._inner.named_parameters():
             yield name, self._proxies.get(param, param)
 
-    def parameters(self) -> Iterator[torch.Tensor]:
+    def parameters(self) -> Iterator[Tensor]:
         return (param for _, param in self.named_parameters())
 
-    def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
         weight = self._inner.shared_embedding_or_output_weight()
         return self._proxies.get(weight, weight)
 
@@ -221,7 +223,7 @@ class ProxyModel:
         return SimpleNamespace(weight=self._proxies.get(weight, weight))
 
 
-def proxy_of(param: torch.nn.Parameter) -> torch.Tensor:
+def proxy_of(param: Parameter) -> Tensor:
     """A tensor with the parameter's attributes, which Megatron reads
     (tensor_model_parallel, shared, ...)."""
     proxy = torch.empty(0, dtype=param.dtype, device=param.device)
@@ -244,7 +246,7 @@ def lists_of_parameters(part: Any) -> Iterator[list]:
             yield group["params"]
 
 
-def rename_keys(states: list[dict], names: Mapping[Any, torch.Tensor]) -> None:
+def rename_keys(states: list[dict], names: Mapping[Any, Tensor]) -> None:
     """Move optimizer state to other keys; an optimizer finds it by the parameter
     object."""
     for state in states:
@@ -254,7 +256,7 @@ def rename_keys(states: list[dict], names: Mapping[Any, torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def shards_of_proxies(
-    part: Any, proxies: dict[torch.nn.Parameter, torch.Tensor], flat: bool
+    part: Any, proxies: dict[Parameter, Tensor], flat: bool
 ) -> Iterator[None]:
     """Let a DistributedOptimizer find the shard of a proxy where that of its parameter
     is.
@@ -270,7 +272,7 @@ def shards_of_proxies(
             extended[proxy] = original[param]
     part.model_param_gbuf_map = extended
 
-    def range_map_of_owner(param: torch.Tensor) -> dict:
+    def range_map_of_owner(param: Tensor) -> dict:
         part.model_param_gbuf_map = original
         try:
             ranges = range_map(owners.get(param, param))
@@ -296,11 +298,11 @@ def detach_shards(part: Any, host: bool) -> None:
     weight version here.
     """
     groups = getattr(part, "shard_fp32_groups", ())
-    own: dict[torch.Tensor, torch.nn.Parameter] = {}  # by Megatron's shard
+    own: dict[Tensor, Parameter] = {}  # by Megatron's shard
     for shard in chain(*groups):
         device = "cpu" if host else shard.device
         copied = shard.detach().to(device, copy=True)
-        own[shard] = torch.nn.Parameter(copied, requires_grad=False)
+        own[shard] = Parameter(copied, requires_grad=False)
         own[shard].__dict__.update(shard.__dict__)
     if not own:
         return

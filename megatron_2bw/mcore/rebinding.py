@@ -6,8 +6,6 @@ the program stops with one line that names the version found and the one expecte
 (tests/megatron_names.py has the names that are only set or read.)
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

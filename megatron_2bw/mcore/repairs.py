@@ -4,8 +4,6 @@ Their first argument is the original; that of a method has the object, `self`, a
 second.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import multiprocessing

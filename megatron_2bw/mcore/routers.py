@@ -10,8 +10,6 @@ counts and logged losses belong to one batch; the training thread touches neithe
 counts nor the losses of a batch after its REDUCE.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -22,6 +20,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe import moe_logging
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from torch import Tensor
 
 from megatron_2bw.engine.updates import PerBatch
 from megatron_2bw.mcore.rebinding import constant
@@ -68,7 +67,7 @@ class Routers(PerBatch):
         model: Any,
         config: Any,
         first: int,
-        shadow: Mapping[torch.Tensor, torch.Tensor],
+        shadow: Mapping[Tensor, Tensor],
     ):
         self._config = config
         self._routers: list[TopKRouter] = []
@@ -131,7 +130,7 @@ class Routers(PerBatch):
         self._biases[batch + 1] = biases
         self._biases.pop(batch - 1, None)
 
-    def shadow(self, newest: int) -> dict[torch.Tensor, torch.Tensor]:
+    def shadow(self, newest: int) -> dict[Tensor, Tensor]:
         """The biases of W(newest - 1), by the routers' own."""
         biases = {}
         for router, bias in zip(self._routers, self._biases[newest - 1]):

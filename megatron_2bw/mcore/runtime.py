@@ -5,8 +5,6 @@ weights, or a step is pending that `wait_step` completes; with a late step nothi
 the loop waits for another stage.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
@@ -17,6 +15,7 @@ import torch
 from megatron.core import mpu
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
 from megatron.training import get_args, print_rank_0
+from torch import Tensor
 
 from megatron_2bw.engine.p2p import Neighbours, connect, connect_group
 from megatron_2bw.engine.pipeline import Pipeline, Update, warmed_up
@@ -165,7 +164,7 @@ class MegatronRuntime:
 
     def forward_backward(
         self, *, forward_only: bool = False, **values: Any
-    ) -> list[dict[str, torch.Tensor]]:
+    ) -> list[dict[str, Tensor]]:
         """One training iteration, called as Megatron's schedules are (see `Call`).
         Evaluation is Megatron's own.
 
@@ -424,7 +423,7 @@ class MegatronRuntime:
             self.save_complete |= result.save_complete
             self.log.completed(result)
 
-    def _scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+    def _scale_loss(self, loss: Tensor) -> Tensor:
         return self.late.scale_loss(loss)
 
     def _step_now(self) -> bool:

@@ -6,8 +6,6 @@ complete, and the random state from before the forwards that are in flight betwe
 iterations.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections import defaultdict
@@ -23,6 +21,7 @@ from megatron.core.pipeline_parallel import schedules as megatron_schedules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.utils import get_model_config
+from torch import Tensor
 
 from megatron_2bw.mcore.batch_sizes import Position
 
@@ -108,7 +107,7 @@ class EndedBatch:
     next_microbatches  of the batch after it
     """
 
-    tokens: torch.Tensor | None
+    tokens: Tensor | None
     samples: int
     next_microbatches: int
 
@@ -118,7 +117,7 @@ class Batch:
     """What the microbatches of one batch have left on this stage."""
 
     losses: list = field(default_factory=list)
-    tokens: torch.Tensor | int = 0
+    tokens: Tensor | int = 0
 
 
 class MegatronStage:
@@ -152,7 +151,7 @@ class MegatronStage:
         empty list elsewhere."""
         return self._batches.pop(batch).losses
 
-    def receive_buffer(self) -> torch.Tensor:
+    def receive_buffer(self) -> Tensor:
         """An empty tensor [sequence, microbatch, hidden] of the pipeline's dtype."""
         call = self._call
         (shape,) = megatron_schedules.get_tensor_shapes(
@@ -167,7 +166,7 @@ class MegatronStage:
             shape, dtype=call.config.pipeline_dtype, device=torch.cuda.current_device()
         )
 
-    def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, microbatch: int, received: Tensor | None) -> Tensor:
         """The stage's output; on the last stage the scaled loss."""
         call = self._call
         number, index = divmod(microbatch, call.num_microbatches)
@@ -190,7 +189,7 @@ class MegatronStage:
         batch.tokens = batch.tokens + tokens
         return output
 
-    def free_output(self, output: torch.Tensor) -> None:
+    def free_output(self, output: Tensor) -> None:
         """After the output is sent: its data go, its graph stays."""
         megatron_schedules.deallocate_output_tensor(
             output, self._call.config.deallocate_pipeline_outputs
@@ -199,10 +198,10 @@ class MegatronStage:
     def backward(
         self,
         microbatch: int,
-        received: torch.Tensor | None,
-        output: torch.Tensor,
-        gradient: torch.Tensor | None,
-    ) -> torch.Tensor | None:
+        received: Tensor | None,
+        output: Tensor,
+        gradient: Tensor | None,
+    ) -> Tensor | None:
         """Accumulate gradients. Their reduction waits for the last backward of a batch,
         as in Megatron's schedules."""
         config = self._call.config
@@ -250,7 +249,7 @@ class MegatronStage:
             else microbatches,
         )
 
-    def _start_reduction(self, batch: int) -> torch.Tensor | None:
+    def _start_reduction(self, batch: int) -> Tensor | None:
         config = self._call.config
         if self._no_sync is not None:
             self._release_sync()

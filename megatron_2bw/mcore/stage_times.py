@@ -1,8 +1,6 @@
 """How long a stage waited and computed: from the recorder's marks to the numbers of a
 log line and the trace's file."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta

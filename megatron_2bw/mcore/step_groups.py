@@ -5,8 +5,6 @@ See docs/design.md, rule 10 and [Note: collectives concurrent with point-to-poin
 traffic].
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from datetime import timedelta

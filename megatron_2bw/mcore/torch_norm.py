@@ -1,8 +1,6 @@
 """torch's norms in the place of Transformer Engine's and Apex's, on a host without
 them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

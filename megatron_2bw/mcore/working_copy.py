@@ -11,14 +11,14 @@ W'(j+1) = W(j+1) = W(j); nothing here communicates, but for the distributed opti
 gathering of true weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_2bw.base.portions import portions
 from megatron_2bw.engine.updates import PerBatch
@@ -42,7 +42,7 @@ AT_A_TIME = 1 << 26  # elements whose denominators exist at the same time
 
 def own_mains(
     stores: WeightStores, new: Callable = torch.empty_like
-) -> dict[torch.nn.Parameter, torch.Tensor]:
+) -> dict[Parameter, Tensor]:
     """Main parameters for those that an optimizer would step in their weight store:
     fp32 parameters of the model.
 
@@ -50,7 +50,7 @@ def own_mains(
 
     4 bytes a parameter; the distributed optimizer has main parameters of its own.
     """
-    mains: dict[torch.nn.Parameter, torch.Tensor] = {}
+    mains: dict[Parameter, Tensor] = {}
     if stores.buffer_data:
         return mains
     for param in stores.params:
@@ -85,7 +85,7 @@ class WorkingCopy(PerBatch):
         slots: GradientSlots,
         proxies: Proxies,
         takes_gradients: bool,
-        saved: Mapping[torch.nn.Parameter, torch.Tensor] | None = None,
+        saved: Mapping[Parameter, Tensor] | None = None,
     ):
         self._parts = parts
         self._stores = stores
@@ -96,11 +96,11 @@ class WorkingCopy(PerBatch):
         # the newest version's store holds its working copy, not the true weights
         self._in_store = bool(saved)
         # that copy, while the store holds the true weights
-        self._stashed: list[torch.Tensor] | None = None
+        self._stashed: list[Tensor] | None = None
         # by part, Megatron's method that writes its main parameters to the model's
         self._copy = {}
         # by part, its main parameters before the step
-        self._before: dict[Any, list[torch.Tensor]] = {}
+        self._before: dict[Any, list[Tensor]] = {}
         name = "_copy_main_params_to_model_params"
         for part in parts:
             if part.optimizer is not None and hasattr(part, name):
@@ -113,7 +113,7 @@ class WorkingCopy(PerBatch):
     def step(
         self,
         megatron_step: Callable[[], tuple],
-        views: Sequence[torch.Tensor],
+        views: Sequence[Tensor],
         correction: Correction,
     ) -> tuple:
         """Megatron's step, which writes the parameters' `views` in a weight store;
@@ -163,7 +163,7 @@ class WorkingCopy(PerBatch):
             view.copy_(working)
         self._stashed = None
 
-    def values(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+    def values(self) -> dict[Parameter, Tensor]:
         """The newest version's working copy, by parameter; between
         `swap_in_true_weights` and `restore`.
 
@@ -175,12 +175,12 @@ class WorkingCopy(PerBatch):
             copies = self._stores.values(self._stores.newest)
         return dict(zip(self._stores.params, copies))
 
-    def _write_own(self, views: Sequence[torch.Tensor]) -> None:
+    def _write_own(self, views: Sequence[Tensor]) -> None:
         for param, view in zip(self._stores.params, views):
             if param in self._proxies.mains:
                 view.copy_(self._proxies.mains[param])
 
-    def _correct_own(self, views: Sequence[torch.Tensor]) -> None:
+    def _correct_own(self, views: Sequence[Tensor]) -> None:
         """Correct what `_write_own` has written; the step has corrected the others."""
         before, now, stepped = [], [], []
         for param, view in zip(self._stores.params, views):
@@ -191,7 +191,7 @@ class WorkingCopy(PerBatch):
         if before:
             self._correct(before, now, stepped)
 
-    def _write_true(self, views: Sequence[torch.Tensor]) -> None:
+    def _write_true(self, views: Sequence[Tensor]) -> None:
         """Write W to a store. Ends a skipped step."""
         self._before.clear()
         for copy in self._copy.values():
@@ -220,9 +220,9 @@ class WorkingCopy(PerBatch):
 
     def _correct(
         self,
-        before: list[torch.Tensor],
-        now: list[torch.Tensor],
-        stepped: Sequence[torch.Tensor],
+        before: list[Tensor],
+        now: list[Tensor],
+        stepped: Sequence[Tensor],
     ) -> None:
         """Turn `before` into W'; exactly `now` without a correction.
 
@@ -243,14 +243,14 @@ class WorkingCopy(PerBatch):
                 self._add_gradients(part.optimizer, group, working)
 
     def _add_gradients(
-        self, optimizer: Any, group: dict[str, Any], working: dict[int, torch.Tensor]
+        self, optimizer: Any, group: dict[str, Any], working: dict[int, Tensor]
     ) -> None:
         """working: W' by the id of the tensor that the optimizer stepped"""
         tensors = []
         for tensor in group["params"]:
             if id(tensor) in working and tensor.grad is not None:
                 tensors.append(tensor)
-        for some in portions(tensors, torch.Tensor.numel, AT_A_TIME):
+        for some in portions(tensors, Tensor.numel, AT_A_TIME):
             ahead = [working[id(tensor)] for tensor in some]
             add_gradients(optimizer, group, some, ahead, self._correction.gradient)
 
@@ -258,8 +258,8 @@ class WorkingCopy(PerBatch):
 def add_gradients(
     optimizer: Any,
     group: dict[str, Any],
-    stepped: list[torch.Tensor],
-    working: list[torch.Tensor],
+    stepped: list[Tensor],
+    working: list[Tensor],
     times: float,
 ) -> None:
     """Add to `working`, `times` over, the last gradients' part D of the last update of
@@ -287,7 +287,7 @@ def add_gradients(
         )
 
 
-def _mains(part: Any) -> list[torch.Tensor]:
+def _mains(part: Any) -> list[Tensor]:
     groups = [getattr(part, name, ()) for name in MAIN_GROUPS]
     return [*chain(*chain(*groups))]
 

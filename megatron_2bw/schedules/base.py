@@ -4,8 +4,6 @@ schedules are built from. Pure Python.
 Invariant: `parse(str(action)) == action`.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import NamedTuple

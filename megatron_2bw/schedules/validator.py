@@ -5,8 +5,6 @@ receives block and whose sends do not: no stage waits for a message that is neve
 and no weights that are still read are overwritten.
 """
 
-from __future__ import annotations
-
 from typing import NoReturn
 
 from megatron_2bw.schedules.base import REDUCE, STEP, Action, B, F, Schedule, Shape

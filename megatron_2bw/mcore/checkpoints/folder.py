@@ -11,8 +11,6 @@ Invariants:
   precedence: `restore_old` puts it back.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -5,8 +5,6 @@ Invariant: these are Megatron's own steps of a load, in its order, on the state 
 run saves. They read no tensor.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

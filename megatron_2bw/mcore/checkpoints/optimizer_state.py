@@ -5,8 +5,6 @@ Megatron 0.19 was written for the optimizers of those libraries. Invariant: a ru
 saves or loads has the bits of a run that does neither.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ Invariant: the lock ends with the process that holds it, however it ends, and wi
 nothing else.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

@@ -15,8 +15,6 @@ Invariants:
   before training.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Invariant: loading a checkpoint runs no code of whoever wrote it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import io

@@ -5,8 +5,6 @@ Invariant: a check changes nothing, and answers None or one line that names the 
 says what to do.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ Invariant: a rule reads the arguments, without torch and Megatron; its line name
 flag and says what to do. Those that compare no numbers are in combinations.yaml.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from pathlib import Path

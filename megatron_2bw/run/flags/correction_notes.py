@@ -4,8 +4,6 @@ the delay has cost a small GPT.
 Invariant: without torch; the planner prints the same gaps.
 """
 
-from __future__ import annotations
-
 from megatron_2bw.mcore.options import RunOptions
 from megatron_2bw.run.flags.resolve import batch_sizes, late_of, replica
 from megatron_2bw.run.flags.rule import Args

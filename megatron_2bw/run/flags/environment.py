@@ -4,8 +4,6 @@ that it sets.
 Invariant: a variable that the user has set keeps its value.
 """
 
-from __future__ import annotations
-
 import os
 
 from megatron_2bw.run.flags.rule import Args

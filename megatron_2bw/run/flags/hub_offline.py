@@ -1,7 +1,5 @@
 """Opens a tokenizer on a host that may not reach the Hub of Hugging Face."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

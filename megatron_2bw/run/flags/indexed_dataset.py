@@ -1,8 +1,6 @@
 """Reads the index of Megatron's indexed datasets, and of their tokens what a check
 needs."""
 
-from __future__ import annotations
-
 import struct
 from typing import NamedTuple
 

@@ -15,8 +15,6 @@ torch (QUICK, as in quick_check.py), and the first that is broken ends the run w
 line. Megatron's own validation follows; its error is the line then.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

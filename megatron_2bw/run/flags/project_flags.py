@@ -4,8 +4,6 @@ Invariant: without torch and Megatron, so that they can be read before either is
 imported.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

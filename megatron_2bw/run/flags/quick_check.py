@@ -8,8 +8,6 @@ package that was installed since, only the whole check runs (`parse.py`).
 Invariant: a command line that the whole check accepts is not refused here.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import enum

@@ -6,8 +6,6 @@ what else it changes is in its words. The rules of `flags/` come first, so what 
 schedule refuses on the cluster is refused here too.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Sequence

@@ -16,8 +16,6 @@ the directions of high curvature, in which the delay oscillates (docs/convergenc
 Invariant: without torch. The arguments are read and not changed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from datetime import timedelta

@@ -4,8 +4,6 @@ says so.
 Invariant: a rule reads the arguments and changes nothing. It needs no torch.
 """
 
-from __future__ import annotations
-
 import enum
 import importlib.util
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Ending a rank whose command line cannot run, with one line."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

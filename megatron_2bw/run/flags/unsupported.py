@@ -6,8 +6,6 @@ do. Invariant: a flag without which the run would compute something else is refu
 name; one that changes nothing is named in a line of the log.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

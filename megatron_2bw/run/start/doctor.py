@@ -1,7 +1,5 @@
 """megatron-2bw doctor: what is installed on this host, and what it means for a run."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

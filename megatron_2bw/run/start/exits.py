@@ -5,8 +5,6 @@ closed connections. Those errors would hide the cause, so these ranks wait befor
 report them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -5,8 +5,6 @@ Invariant: each step is a command of this project, which is printed; what a step
 finished is not done again, and a run that was stopped goes on from its last checkpoint.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 import subprocess

@@ -6,8 +6,6 @@ another: a line on standard error that names the flag, and exit status 2. What n
 torch is checked before it is imported.
 """
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import multiprocessing

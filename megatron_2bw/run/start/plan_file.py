@@ -1,7 +1,5 @@
 """A plan file (megatron-2bw plan --json) as a run reads it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -5,8 +5,6 @@ Invariant: nothing that Python or a library in C++ prints is lost, and no releas
 library adds lines to the screen. A log that cannot be written ends no run.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

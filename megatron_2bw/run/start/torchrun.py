@@ -1,8 +1,6 @@
 """The one way to start ranks: torchrun's command, its environment, and running it in
 this process."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -5,8 +5,6 @@ Invariant: a wrong flag is answered before a rank starts, and the status is that
 first rank that failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

@@ -6,8 +6,6 @@ installed cpu.py. A masked language model, and with the binary head (disabled by
 stage reads the data, since every layer needs the padding mask.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -25,6 +23,7 @@ from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.transformer.spec_utils import import_module
 from megatron.training import get_args, get_timers
 from megatron.training.arguments import core_transformer_config_from_args
+from torch import Tensor
 
 from megatron_2bw.run.tasks import common, lora
 from megatron_2bw.run.tasks.mock_bert import MockBertDataset
@@ -104,14 +103,14 @@ def forward_step(data_iterator, model):
     return output, partial(loss, batch["loss_mask"], batch["is_random"])
 
 
-def get_batch(data_iterator, training: bool = True) -> dict[str, torch.Tensor | None]:
+def get_batch(data_iterator, training: bool = True) -> dict[str, Tensor | None]:
     """FIELDS and is_random [microbatch] of the next microbatch; on middle stages the
     padding mask alone, else None."""
     args = get_args()
     # of any chunk, if stages are interleaved
     ends = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
     names = FIELDS if ends else FIELDS[:1]
-    parts: list[torch.Tensor] = []
+    parts: list[Tensor] = []
     if mpu.get_tensor_model_parallel_rank() == 0:
         fields = next(data_iterator)
         fields["is_random"] = fields["is_random"].view(-1, 1)
@@ -121,15 +120,15 @@ def get_batch(data_iterator, training: bool = True) -> dict[str, torch.Tensor | 
         widths = [args.seq_length] * len(names) + [1]
         size = common.micro_batch_size(args, training)
         parts = _from_first_tensor_rank(parts, widths, size)
-    batch: dict[str, torch.Tensor | None] = dict.fromkeys(FIELDS)
+    batch: dict[str, Tensor | None] = dict.fromkeys(FIELDS)
     batch.update(zip(names, parts))
     batch["is_random"] = parts[-1].view(-1)
     return batch
 
 
 def _from_first_tensor_rank(
-    parts: list[torch.Tensor], widths: list[int], size: int
-) -> list[torch.Tensor]:
+    parts: list[Tensor], widths: list[int], size: int
+) -> list[Tensor]:
     """The parts, [size, width] each, on all tensor ranks: one message."""
     if parts:
         message = torch.cat(parts, dim=1)
@@ -148,9 +147,9 @@ _LOSS = common.LossCheck()
 
 
 def loss(
-    loss_mask: torch.Tensor,
-    is_random: torch.Tensor,
-    output: tuple[torch.Tensor, torch.Tensor | None],
+    loss_mask: Tensor,
+    is_random: Tensor,
+    output: tuple[Tensor, Tensor | None],
 ):
     """Megatron's loss triple: a sum over the masked tokens, their number, and the
     reports of both losses.

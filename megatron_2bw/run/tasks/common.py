@@ -6,8 +6,6 @@ waits, but for the last one of a batch (--no-check-for-nan-in-loss-and-grad disa
 it).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -21,6 +19,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_tokenizer, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
+from torch import Tensor
 
 from megatron_2bw.mcore.batch_sizes import planned
 
@@ -49,9 +48,9 @@ class LossCheck:
 
     def __init__(self) -> None:
         self._seen = 0  # microbatches of the present batch
-        self._unread: tuple[torch.Tensor, torch.Tensor, torch.cuda.Event] | None = None
+        self._unread: tuple[Tensor, Tensor, torch.cuda.Event] | None = None
 
-    def check(self, total: torch.Tensor) -> None:
+    def check(self, total: Tensor) -> None:
         """`total` is the loss of a microbatch, a scalar. RuntimeError of Megatron's,
         which names the iteration."""
         args = get_args()
@@ -90,28 +89,26 @@ class LossCheck:
             _stop_at_nan(total)
 
 
-def _stop_at_nan(total: torch.Tensor) -> None:
+def _stop_at_nan(total: Tensor) -> None:
     where = "in local forward loss calculation"
     _validate(total, torch.isnan, f"found NaN {where}", fatal=True)
     _validate(total, torch.isinf, f"found Inf {where}", fatal=True)
 
 
-def _validate(total: torch.Tensor, rejects: Callable, text: str, fatal: bool) -> None:
+def _validate(total: Tensor, rejects: Callable, text: str, fatal: bool) -> None:
     get_rerun_state_machine().validate_result(
         total, rejection_func=rejects, message=text, tolerance=0.0, fatal=fatal
     )
 
 
-def masked_sum(
-    losses: torch.Tensor, loss_mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def masked_sum(losses: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of the losses [microbatch, sequence] where the mask is 1, and their
     number."""
     mask = loss_mask.view(-1).float()
     return torch.sum(losses.view(-1).float() * mask), mask.sum().detach().to(torch.int)
 
 
-def report(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+def report(total: Tensor, count: Tensor) -> Tensor:
     """A sum and its number of terms for Megatron's logging, which adds up both before
     it divides."""
     return torch.cat([total.detach().view(1), count.view(1)])

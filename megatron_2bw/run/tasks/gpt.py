@@ -5,8 +5,6 @@ loss.
 installed cpu.py.
 """
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
@@ -31,6 +29,7 @@ from megatron.training.argument_utils import (
     hybrid_config_from_args,
 )
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
+from torch import Tensor
 
 from megatron_2bw.run.tasks import common, hybrid, lora
 from megatron_2bw.run.tasks.sft import PackedSFTDataset, SFTDataset
@@ -81,7 +80,7 @@ def forward_step(data_iterator, model):
     return output, partial(loss, loss_mask)
 
 
-def packed(position_ids: torch.Tensor) -> PackedSeqParams:
+def packed(position_ids: Tensor) -> PackedSeqParams:
     """Where the conversations of one sample, [1, sequence], begin and end, for
     Transformer Engine's attention."""
     starts = (position_ids[0] == 0).nonzero().flatten()
@@ -145,7 +144,7 @@ def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None)
 _LOSS = common.LossCheck()
 
 
-def loss(loss_mask: torch.Tensor, losses: torch.Tensor):
+def loss(loss_mask: Tensor, losses: Tensor):
     """Megatron's loss triple: the summed loss of the unmasked tokens, their number, and
     the report of both."""
     total, tokens = common.masked_sum(losses, loss_mask)

@@ -5,8 +5,6 @@ Invariant: they are the halves of a GPT's local layers, so a pattern such as *-*
 GPT.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules

@@ -6,8 +6,6 @@ zero; only adapters have gradients, weight versions and optimizer state; a check
 holds the adapters alone, the model stays in --lora-base.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import zlib
@@ -27,6 +25,8 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 from megatron.training import get_args, print_rank_0, training
+from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_2bw.base.errors import UserError
 from megatron_2bw.run.flags.project_flags import ADAPTER
@@ -56,8 +56,8 @@ class Adapter(torch.nn.Module):
         self.config = config
         self.gated = config.gated_linear_unit and name.endswith("linear_fc1")
         new = linear.weight.new_zeros
-        self.a = torch.nn.Parameter(new(args.lora_rank, inputs))
-        self.b = torch.nn.Parameter(new(outputs, args.lora_rank))
+        self.a = Parameter(new(args.lora_rank, inputs))
+        self.b = Parameter(new(outputs, args.lora_rank))
         parts = 1 if columns else parallel_state.get_tensor_model_parallel_world_size()
         rank = 0 if columns else parallel_state.get_tensor_model_parallel_rank()
         generator = torch.Generator()
@@ -72,7 +72,7 @@ class Adapter(torch.nn.Module):
         # gradients up.
         (self.a if columns else self.b).sequence_parallel = config.sequence_parallel
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         low = F.linear(x, self.a)
         if self.config.sequence_parallel and self.columns:
             low = mappings.gather_from_sequence_parallel_region(low)
@@ -174,7 +174,7 @@ def _adapt(
             linear.register_forward_hook(partial(_add, adapter))
 
 
-def _ask_for_gradients(module: Any, inputs: tuple, output: torch.Tensor) -> None:
+def _ask_for_gradients(module: Any, inputs: tuple, output: Tensor) -> None:
     output.requires_grad_(torch.is_grad_enabled())
 
 

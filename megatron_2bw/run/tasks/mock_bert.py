@@ -6,8 +6,6 @@ fields are those of Megatron's BERTMaskedWordPieceDataset. Both tasks can be lea
 masked words from their neighbours, the order from the numbers.
 """
 
-from __future__ import annotations
-
 import numpy
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDatasetConfig
 from megatron.core.datasets.megatron_dataset import MegatronDataset

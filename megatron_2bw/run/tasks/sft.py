@@ -8,8 +8,6 @@ its own. The loss counts the targets; padding is never one, and no token attends
 but padding, or to another conversation.
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy
