@@ -38,7 +38,8 @@ def split_by(
 
 def merged(defaults: Sequence[str], typed: Sequence[str]) -> list[str]:
     """The flags of both with their values; what is typed replaces a default."""
-    _, kept = split_by(defaults, {flag_of(group[0]) for group in groups(typed)})
+    replaced = {flag_of(group[0]) for group in groups(typed)}
+    _, kept = split_by(defaults, replaced)
     return [*kept, *typed]
 
 

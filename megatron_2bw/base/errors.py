@@ -31,10 +31,15 @@ def report(prog: str, error: object, remedy: str = "") -> None:
         line = error.strerror
         if error.filename:
             line = f"{error.filename}: {line}"
-    line = " ".join(line.split())
+    line = one_line(line)
     if remedy:
         line += f"; {remedy}"
     print(f"{prog}: error: {line}", file=sys.stderr, flush=True)
+
+
+def one_line(text: object) -> str:
+    """The text without line breaks."""
+    return " ".join(str(text).split())
 
 
 def usage_error(prog: str, line: object) -> NoReturn:
@@ -56,7 +61,10 @@ def run_program(prog: str, work: Callable[[], int | None], remedy: str = "") -> 
     except OSError as error:
         report(prog, error, remedy)
     except KeyboardInterrupt:
-        print(f"{prog}: stopped" + (remedy and f"; {remedy}"), file=sys.stderr)
+        line = f"{prog}: stopped"
+        if remedy:
+            line += f"; {remedy}"
+        print(line, file=sys.stderr)
         return 130
     return 1
 
@@ -68,7 +76,7 @@ def file_errors(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        reason = getattr(error, "strerror", None) or one_line(error)
         raise UserError(f"{what}: {reason}") from None
 
 

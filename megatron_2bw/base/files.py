@@ -3,6 +3,7 @@ either."""
 
 import csv
 import io
+import itertools
 import json
 import math
 import os
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.base.errors import UserError, file_errors
+from megatron_2bw.base.errors import UserError, file_errors, one_line
 
 
 def write_whole(
@@ -31,11 +32,16 @@ def write_whole(
     written in place.
     """
     path = Path(path)
-    in_place = path.exists() and (not path.is_file() or path.parent == Path("/dev"))
-    temporary = path if in_place else path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    is_device = path.parent == Path("/dev") or not path.is_file()
+    in_place = path.exists() and is_device
+    temporary = path
+    if not in_place:
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    if isinstance(content, str):
+        content = content.encode()
     try:
         with open(temporary, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(content)
             if sync and not in_place:
                 file.flush()
                 os.fsync(file.fileno())
@@ -79,7 +85,7 @@ def read_yaml(path: Path, flag: str = "") -> Any:
     try:
         return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{where}: {' '.join(str(error).split())}") from None
+        raise UserError(f"{where}: {one_line(error)}") from None
 
 
 def finite(content: Any) -> Any:
@@ -115,7 +121,8 @@ def set_aside(path: Path) -> None:
         return
     ending = path.suffix if path.is_file() else ""
     stem = path.name.removesuffix(ending)
-    number = 1
-    while (target := path.with_name(f"{stem}.{number}{ending}")).exists():
-        number += 1
-    path.rename(target)
+    for number in itertools.count(1):
+        target = path.with_name(f"{stem}.{number}{ending}")
+        if not target.exists():
+            path.rename(target)
+            return

@@ -86,12 +86,15 @@ def run_world(
 
 def on_gpu(rank: int, size: int, gpus: int) -> dict[str, str]:
     """The variables of a rank that computes on one of `gpus` GPUs, and may share it."""
-    shared = SHARED_GPU | {"NCCL_HOSTID": f"rank{rank}"} if size > gpus else {}
-    # Else cuBLAS may add in another order on another stream.
-    return {
+    variables = {
         "LOCAL_RANK": str(rank % max(gpus, 1)),
+        # Else cuBLAS may add in another order on another stream.
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    } | shared
+    }
+    if size > gpus:
+        variables |= SHARED_GPU
+        variables["NCCL_HOSTID"] = f"rank{rank}"
+    return variables
 
 
 def own_output() -> str:
@@ -129,10 +132,12 @@ def _rank_main(
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = log
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), WORLD_FOLDER=folder
-    )
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["RANK"] = str(rank)
+    os.environ["LOCAL_RANK"] = str(rank)
+    os.environ["WORLD_SIZE"] = str(size)
+    os.environ["WORLD_FOLDER"] = folder
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["MASTER_PORT"] = str(port)
     if os.environ.get("MEGATRON_2BW_WORLD_DEVICE") == "cuda":
         os.environ.update(on_gpu(rank, size, torch.cuda.device_count()))
     # where a run without a folder of its own writes its output

@@ -1,4 +1,4 @@
-"""Megatron's log as records: the one parser of its lines.
+"""Megatron's log: the one parser of its lines.
 
 A line of iteration N gives means over the iterations since the line before it: of the
 loss without skipped iterations, of the time with them. Caveat: the first line of each
@@ -25,7 +25,7 @@ _ERROR = re.compile(r"([\w.]+: error|[\w.]*(Error|Exception)): \S")
 _KILLED = re.compile(r"Signal \d+ \(SIG\w+\) received by")  # torchrun
 
 
-class Record(NamedTuple):
+class LogLine(NamedTuple):
     """A line about an iteration that has ended.
 
     planned  iterations of the whole run; 0 in a validation's line
@@ -59,7 +59,8 @@ class Record(NamedTuple):
     def stage_memory(self) -> list[float]:
         """GiB at most on each stage, in the lines of this project's schedules; else
         empty."""
-        return [*map(float, self.fields.get("peak memory by stage (GiB)", "").split())]
+        sizes = self.fields.get("peak memory by stage (GiB)", "")
+        return list(map(float, sizes.split()))
 
     def _number(self, name: str) -> float | None:
         """None also where another process's output has broken the field."""
@@ -68,21 +69,26 @@ class Record(NamedTuple):
         return None
 
 
-def training(log: str | Iterable[str]) -> Iterator[Record]:
+def training(log: str | Iterable[str]) -> Iterator[LogLine]:
     """The lines of iterations, of a text or of its lines."""
-    for iteration, planned, fields in _matches(_TRAINING, log):
-        yield Record(int(iteration), int(planned), "", dict(_FIELD.findall(fields)))
+    for iteration, planned, text in _matches(_TRAINING, log):
+        fields = dict(_FIELD.findall(text))
+        yield LogLine(int(iteration), int(planned), "", fields)
 
 
-def validations(log: str | Iterable[str]) -> Iterator[Record]:
+def validations(log: str | Iterable[str]) -> Iterator[LogLine]:
     """The lines of validations, of a text or of its lines."""
-    for iteration, dataset, fields in _matches(_VALIDATION, log):
-        yield Record(int(iteration), 0, dataset or "", dict(_FIELD.findall(fields)))
+    for iteration, dataset, text in _matches(_VALIDATION, log):
+        fields = dict(_FIELD.findall(text))
+        yield LogLine(int(iteration), 0, dataset or "", fields)
 
 
 def _matches(pattern: re.Pattern, log: str | Iterable[str]) -> Iterator[tuple]:
-    for line in log.splitlines() if isinstance(log, str) else log:
-        if match := pattern.search(line):
+    if isinstance(log, str):
+        log = log.splitlines()
+    for line in log:
+        match = pattern.search(line)
+        if match:
             yield match.groups()
 
 

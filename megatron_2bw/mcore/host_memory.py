@@ -81,7 +81,7 @@ def _count_by_parameter(saved: Any) -> None:
                 state.setdefault("step", step)
 
 
-def settle(parts: Sequence[Any]) -> None:
+def use_host_kernels(parts: Sequence[Any]) -> None:
     """When a checkpoint is loaded: step with torch's fused kernels; keep no other copy
     of the model's parameters."""
     for part in parts:

@@ -44,7 +44,7 @@ from megatron_2bw.mcore.grad_buffers import (
     LossScales,
     Slot,
 )
-from megatron_2bw.mcore.host_memory import HostMemory, empty_pages, settle
+from megatron_2bw.mcore.host_memory import HostMemory, empty_pages, use_host_kernels
 from megatron_2bw.mcore.options import RunOptions
 from megatron_2bw.mcore.proxies import Proxies, thread_local_matmul_precision
 from megatron_2bw.mcore.rebinding import constant
@@ -61,8 +61,8 @@ SWITCH_INTERVAL = 5e-4
 
 
 @dataclass(frozen=True)
-class Job:
-    """A batch's step, as the training thread hands it over.
+class StepInput:
+    """What a batch leaves to its step; the training thread hands it over.
 
     target      the weight store that it writes
     slot        the batch's gradients
@@ -225,7 +225,7 @@ class LateStep(BatchStep):
         self._complete_gradients: CompleteGradients | None = None
         if self._options.host:
             mains = own_mains(self._stores, empty_pages)
-            settle(self._optimizers)
+            use_host_kernels(self._optimizers)
             self._host = HostMemory(
                 call, self._stores, slot, mains, inside=not corrects
             )
@@ -283,7 +283,7 @@ class LateStep(BatchStep):
         if self._complete_gradients is not None:
             self._complete_gradients.end_batch(batch)
         wants_exit = self._options.wants_exit
-        job = Job(
+        step_input = StepInput(
             batch=batch,
             target=target,
             slot=self._slots.end_batch(batch),
@@ -295,7 +295,7 @@ class LateStep(BatchStep):
             wants_exit=wants_exit is not None and wants_exit(),
             correction=self._correction,
         )
-        return partial(self.run_job, job)
+        return partial(self.run_job, step_input)
 
     def complete(self, batch: int, result: StepResult) -> None:
         for part in self._per_batch:
@@ -342,24 +342,24 @@ class LateStep(BatchStep):
 
     # The rest runs in the step's thread.
 
-    def run_job(self, job: Job) -> StepResult:
+    def run_job(self, step_input: StepInput) -> StepResult:
         """The step of one batch."""
         with torch.no_grad(), contextlib.ExitStack() as on_host:
-            views = self._stores.views(job.target)
+            views = self._stores.views(step_input.target)
             if self._host is not None:
                 views = self._host.views
             self._proxies.point_to(views)
-            self._reduce(job)
+            self._reduce(step_input)
             if self._host is not None:
                 on_host.enter_context(self._host.inside())
-            self._finalize(job)
-            stages = self._exchange_stats(job)
+            self._finalize(step_input)
+            stages = self._exchange_stats(step_input)
             # before the step: it waits for no rank then
-            exit_requested, save_complete = self._ask_all(job.wants_exit)
-            stepped, norm, zeros = self._step(job, views)
+            exit_requested, save_complete = self._ask_all(step_input.wants_exit)
+            stepped, norm, zeros = self._step(step_input, views)
             scale = self._scales.now()
             return StepResult(
-                batch=job.batch,
+                batch=step_input.batch,
                 stepped=bool(stepped),
                 grad_norm=None if norm is None else float(norm),
                 zeros=zeros,
@@ -370,66 +370,68 @@ class LateStep(BatchStep):
                 stages=stages,
                 exit_requested=exit_requested,
                 save_complete=save_complete,
-                losses=job.routers,
+                losses=step_input.routers,
                 scale=scale,
-                correction=job.correction,
+                correction=step_input.correction,
             )
 
-    def _reduce(self, job: Job) -> None:
+    def _reduce(self, step_input: StepInput) -> None:
         """The data-parallel reduction, and the sums of what the routers count."""
         proxies = self._proxies
-        proxies.use_gradients(self._complete_gradients or job.slot)
+        proxies.use_gradients(self._complete_gradients or step_input.slot)
         if self._routers is not None:
-            proxies.model.routers = job.routers.modules
+            proxies.model.routers = step_input.routers.modules
             self._routers.reduce_losses(
-                job.routers, self._groups.megatron, self._groups.twin_of
+                step_input.routers, self._groups.megatron, self._groups.twin_of
             )
         if self._complete_gradients is not None:
-            self._complete_gradients.take(job.slot)
+            self._complete_gradients.take(step_input.slot)
         else:
-            job.slot.finish_grad_sync()
+            step_input.slot.finish_grad_sync()
 
-    def _finalize(self, job: Job) -> None:
+    def _finalize(self, step_input: StepInput) -> None:
         """Tied embeddings, layer norms, division by the token count: Megatron's own
         finalize function."""
         model = self._proxies.model
         if model.share_embeddings_and_output_weights or model.config.mtp_num_layers:
             self._groups.align_embedding_ranks()
-        tokens = job.tokens
+        tokens = step_input.tokens
         if self._host is not None and tokens is not None:
             tokens = tokens.to("cpu")
         model.config.finalize_model_grads_func(
             [model], tokens, pg_collection=self._groups.megatron
         )
 
-    def _exchange_stats(self, job: Job) -> tuple[StageStats, ...]:
-        own = self._clock.stats(job.marks)
+    def _exchange_stats(self, step_input: StepInput) -> tuple[StageStats, ...]:
+        own = self._clock.stats(step_input.marks)
         rows = self._groups.gather_over_pipeline([own.waited, own.elapsed, own.memory])
         return tuple(StageStats(*row) for row in rows)
 
-    def _step(self, job: Job, views: Sequence[Tensor]) -> tuple[Any, Any, Any]:
-        """Clip, step, copy and gather: Megatron's own step, into the job's weight
+    def _step(
+        self, step_input: StepInput, views: Sequence[Tensor]
+    ) -> tuple[Any, Any, Any]:
+        """Clip, step, copy and gather: Megatron's own step, into the weight
         store, whose parameters are `views`. Returns what Megatron's does."""
         precision = contextlib.nullcontext()
         if self.compiles:
             precision = thread_local_matmul_precision()
         with (
-            self._proxies.in_optimizer(job.target),
-            self._scales.unscaling_by(job.scale),
+            self._proxies.in_optimizer(step_input.target),
+            self._scales.unscaling_by(step_input.scale),
             precision,
         ):
             if self._working is not None:
                 step = self._megatron.step
-                result = self._working.step(step, views, job.correction)
+                result = self._working.step(step, views, step_input.correction)
             else:
                 if self._host is None:
-                    self._stores.prepare(job.target)
+                    self._stores.prepare(step_input.target)
                 result = self._megatron.step()
             self._megatron.zero_grad()
         if self._host is not None:
-            self._host.give(self._stores.views(job.target))
+            self._host.give(self._stores.views(step_input.target))
         if result[0]:
-            self._megatron.advance(increment=job.samples)
+            self._megatron.advance(increment=step_input.samples)
         return result
 
     def _ask_all(self, wants_exit: bool) -> tuple[bool, bool]:
