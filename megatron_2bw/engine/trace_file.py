@@ -37,24 +37,22 @@ class TraceWriter:
         pipeline: int,
     ):
         directory.mkdir(parents=True, exist_ok=True)
-        self.stage, self.pipeline = stage, pipeline
+        self.stage = stage
+        self.pipeline = pipeline
         path = directory / f"stage-{stage:02d}-pipeline-{pipeline}.json"
         self._file: TextIO | None = open(path, "w", encoding="utf-8")
         self._file.write("[\n")
-        self._emit(*names_of(f"pipeline {pipeline}", [stage], pipeline))
+        self._emit(names_of(f"pipeline {pipeline}", [stage], pipeline))
 
     def write(self, records: Iterable[Timed]) -> None:
         """Append; a full disk ends the trace with one line, but not the training."""
         if self._file is None:
             return
+        spans: list[dict[str, Any]] = []
+        for record in records:
+            spans += spans_of(record, self.stage, self.pipeline)
         try:
-            self._emit(
-                *(
-                    span
-                    for record in records
-                    for span in spans_of(record, self.stage, self.pipeline)
-                )
-            )
+            self._emit(spans)
         except OSError as error:
             print(
                 f"> --two-bw-trace: {self._file.name} ends here: {error}",
@@ -63,9 +61,10 @@ class TraceWriter:
             )
             self._file = None
 
-    def _emit(self, *events: dict[str, Any]) -> None:
+    def _emit(self, events: list[dict[str, Any]]) -> None:
         assert self._file is not None
-        self._file.write("".join(json.dumps(event) + ",\n" for event in events))
+        for event in events:
+            self._file.write(json.dumps(event) + ",\n")
         self._file.flush()
 
 
@@ -76,16 +75,11 @@ def names_of(
 ) -> list[dict[str, Any]]:
     """The events that name a pipeline and its stages."""
     place = {"ph": "M", "pid": pipeline}
-    names = [
-        {
-            "name": "thread_name",
-            **place,
-            "tid": stage,
-            "args": {"name": f"stage {stage}"},
-        }
-        for stage in stages
-    ]
-    return [{"name": "process_name", **place, "args": {"name": title}}, *names]
+    names = [place | {"name": "process_name", "args": {"name": title}}]
+    for stage in stages:
+        name = {"name": f"stage {stage}"}
+        names.append(place | {"name": "thread_name", "tid": stage, "args": name})
+    return names
 
 
 def spans_of(
@@ -97,16 +91,12 @@ def spans_of(
     """The events of an action, `more` in its arguments, and of the wait before it. Its
     times are in seconds."""
 
-    def span(
-        name: str,
-        kind: str,
-        start: float,
-        end: float,
-    ) -> dict[str, Any]:
+    def span(name: str, kind: str, start: float, end: float) -> dict[str, Any]:
         place = {"name": name, "cat": kind, "ph": "X", "pid": pipeline, "tid": stage}
         return place | {"ts": start * 1e6, "dur": (end - start) * 1e6}
 
-    action, waited = timed.action, timed.start - timed.asked
+    action = timed.action
+    waited = timed.start - timed.asked
     if waited > 1e-6:
         yield span("wait", "wait", timed.asked, timed.start) | {"cname": "grey"}
     number = "microbatch" if action.kind in (F, B) else "batch"

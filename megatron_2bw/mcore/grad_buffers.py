@@ -236,7 +236,7 @@ class LossScales(PerBatch):
         # a host's optimizer keeps it on the host
         return self.current.to(loss.device, non_blocking=True) * loss
 
-    def of(self, version: int) -> float:
+    def at(self, version: int) -> float:
         """The loss scale of a batch that runs on W(version), the newest or the one
         before. No step may be pending."""
         return float(self._by_version[version])

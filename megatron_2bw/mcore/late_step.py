@@ -331,7 +331,7 @@ class LateStep(BatchStep):
             shadow |= self._routers.shadow(stores.newest)
         return RunState(
             shadow=shadow,
-            loss_scale=self._scales.of(version),
+            loss_scale=self._scales.at(version),
             working=self._working.values() if self._working is not None else {},
             correction=self._correction or None,
             sync_iterations=self._schedule.sync_iterations,

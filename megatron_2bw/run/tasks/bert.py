@@ -160,11 +160,11 @@ def loss(
     """
     losses, order = output
     total, tokens = common.masked_sum(losses, loss_mask)
-    reports = {"lm loss": common.report(total, tokens)}
+    reports = {"lm loss": common.loss_report(total, tokens)}
     if order is not None:
         binary = torch.nn.functional.cross_entropy(order.float(), is_random)
         samples = torch.full_like(tokens, is_random.numel())
-        reports["sop loss"] = common.report(binary * samples, samples)
+        reports["sop loss"] = common.loss_report(binary * samples, samples)
         total = total + binary * tokens.clamp(min=1)
     _LOSS.check(total)
     return total, tokens, reports

@@ -108,7 +108,7 @@ def masked_sum(losses: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
     return torch.sum(losses.view(-1).float() * mask), mask.sum().detach().to(torch.int)
 
 
-def report(total: Tensor, count: Tensor) -> Tensor:
+def loss_report(total: Tensor, count: Tensor) -> Tensor:
     """A sum and its number of terms for Megatron's logging, which adds up both before
     it divides."""
     return torch.cat([total.detach().view(1), count.view(1)])

@@ -149,7 +149,7 @@ def loss(loss_mask: Tensor, losses: Tensor):
     the report of both."""
     total, tokens = common.masked_sum(losses, loss_mask)
     _LOSS.check(total)
-    return total, tokens, {"lm loss": common.report(total, tokens)}
+    return total, tokens, {"lm loss": common.loss_report(total, tokens)}
 
 
 def datasets_provider(samples: list[int], vp_stage: int | None = None):
