@@ -160,13 +160,12 @@ def representatives() -> list[tuple[str, str]]:
         left -= able[best]
 
 
-@pytest.mark.proof
 def test_each_list_starts_or_names_a_limit():
     for (name, schedule), line in answers().items():
         assert line is None or refused_flag(line) in LIMITS[schedule], (name, line)
 
 
-@pytest.mark.proof("bert/bert_release-2bw", "gpt/gpt3_mcore_tp2_pp2_uninstall_te-2bw")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name, schedule", representatives())
 def test_lists_that_start_train(name, schedule, tmp_path):
     argv, ranks = scaled(LISTS[name], str(tmp_path))
