@@ -17,18 +17,17 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import statistics
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import numpy as np
 import torch
 
-from bench.tables import new_parser, write_result
+from bench.tables import Row, new_parser, write_result
 from megatron_2bw.base.files import read_yaml
 from megatron_2bw.base.local_ranks import run_world
 from megatron_2bw.run.flags.plain_torch import PLAIN_TORCH
@@ -51,8 +50,6 @@ COUNTERS = (
     "waits",
 )
 PART = 1 << 24  # elements of a tensor of `host`
-
-Row = dict[str, Any]
 
 
 def command(model: Model, plan: Plan, iterations: int = 5) -> list[str]:
@@ -78,10 +75,9 @@ def model_of(name: str) -> Model:
 
 
 def show(row: Row, form: str) -> None:
-    cells = [
-        format(value, form) if isinstance(value, float) else str(value)
-        for value in row.values()
-    ]
+    cells = []
+    for value in row.values():
+        cells.append(format(value, form) if isinstance(value, float) else str(value))
     print(" | ".join(cells))
 
 
@@ -128,25 +124,22 @@ def counted(rank: int, argv: list[str]) -> dict[str, float]:
     """Seconds of the host, launches and waits of all threads, in an iteration after the
     FIRST."""
     device = ctypes.CDLL(None)
-    ends: list[tuple[float, ...]] = []
+    ends = []
 
     def after_step(losses) -> None:
         times = (time.perf_counter(), time.process_time(), time.thread_time())
         ends.append((*times, device.device_launches(), device.device_waits()))
 
     entry.train(argv, after_step=after_step)
-    medians = {}
-    for name, values in zip(COUNTERS, zip(*ends[FIRST:])):
-        steps = [after - before for before, after in zip(values, values[1:])]
-        medians[name] = statistics.median(steps)
-    return medians
+    medians = np.median(np.diff(ends[FIRST:], axis=0), axis=0)
+    return dict(zip(COUNTERS, medians.tolist()))
 
 
 def launches(turns: int, iterations: int) -> list[Row]:
     found = []
     model = model_of("gpt-355m")
     for depth in (1, 2):
-        runs: dict[str, list] = {"megatron": [], "2bw": []}
+        runs = {"megatron": [], "2bw": []}
         for turn in range(turns):
             order = list(runs) if turn % 2 else reversed(runs)
             for schedule in order:
@@ -197,7 +190,7 @@ def host(parameters: int) -> Row:
         for weights, main in zip(model, mains):
             weights.copy_(main.detach())
 
-    row: Row = {"parameters": parameters, "threads": torch.get_num_threads()}
+    row = {"parameters": parameters, "threads": torch.get_num_threads()}
     parts = {"norm": norm, "clipping": clip, "Adam": adam.step, "conversion": convert}
     for _ in range(3):  # the first time takes memory
         for name, part in parts.items():

@@ -66,9 +66,6 @@ class Sleep(torch.autograd.Function):
         return gradient, None, None, None
 
 
-Seconds = float | list[float]  # of all ranks, or of each
-
-
 class Complete:
     """The handle of a message that takes no time."""
 
@@ -91,9 +88,9 @@ def receive_noise(channel: Channel, tensor: torch.Tensor) -> Complete:
 def train(
     rank: int,
     argv: list[str],
-    forward: Seconds,
-    backward: Seconds,
-    kind: str = "",
+    forward: float,
+    backward: float,
+    limited: bool = False,
     after_step: Callable = entry.nothing,
     step: float = 0.0,
 ) -> Observed:
@@ -101,20 +98,15 @@ def train(
     seconds a microbatch.
 
     step        seconds that the optimizer's step sleeps too
-    kind        "as-nccl": post receives no earlier than on NCCL (`Receiver.hold_back`);
-                "limit": a stage makes its inputs and output gradients itself, and sends
-                no messages
+    limited     a stage makes its inputs and output gradients itself, and sends no
+                messages
     after_step  called after each iteration, with its losses by name
     """
     from megatron.core.utils import get_attr_wrapped_model
 
-    if kind == "as-nccl":
-        Channel.occupies_device = True
-    elif kind == "limit":
+    if limited:
         Channel.receive = receive_noise
         Channel.send = send_nothing
-    if isinstance(forward, list):
-        forward, backward = forward[rank], backward[rank]
     observed = Observed()
     storages = set()
 

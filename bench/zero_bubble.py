@@ -40,7 +40,7 @@ def order(
     """
     took = times.computations(stages)
     transfer = times.of("transfer", stages)
-    lists: list[list[Action]] = [[] for _ in range(stages)]
+    lists = [[] for _ in range(stages)]
     arrived = {F: [{} for _ in range(stages)], B: [{} for _ in range(stages)]}
     arrived[F][0] = dict.fromkeys(range(microbatches), 0.0)
     done, held = [{F: 0, B: 0, W: 0} for _ in range(stages)], [0.0] * stages

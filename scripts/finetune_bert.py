@@ -94,16 +94,9 @@ def encoded(task: str, rows: Any, tokenizer: Any, length: int) -> Any:
 
     def encode(row: Row) -> Row:
         pairs, label = example(task, row)
-        first, second = zip(*pairs)
-        columns = tokenizer(
-            first,
-            second,
-            truncation=True,
-            max_length=length,
-            return_token_type_ids=True,
-        )
-        if len(pairs) == 1:
-            columns = {name: value[0] for name, value in columns.items()}
+        texts = pairs[0] if len(pairs) == 1 else zip(*pairs)
+        options = {"truncation": True, "max_length": length}
+        columns = tokenizer(*texts, **options, return_token_type_ids=True)
         return {**columns, "label": label}
 
     def labelled(row: Row) -> bool:
@@ -115,9 +108,8 @@ def encoded(task: str, rows: Any, tokenizer: Any, length: int) -> Any:
 def spans(text: str) -> list[str]:
     """The text as consecutive spans of LINES lines that are not empty."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return [
-        " ".join(span) for span in itertools.batched(lines, LINES) if len(span) == LINES
-    ]
+    del lines[len(lines) // LINES * LINES :]
+    return list(map(" ".join, itertools.batched(lines, LINES)))
 
 
 def small_task(task: str, max_bytes: int = DEFAULT_MAX_BYTES) -> dict[str, list[Row]]:
@@ -236,16 +228,15 @@ def finetune(options: Namespace, seed: str, data: Any, tokenizer: Any) -> Row:
     trainer.train(resume_from_checkpoint=checkpoint)
     digest = hashlib.sha256()
     accuracy = {"all": 0.0}
-    hits: list[bool] = []
+    hits = []
     for name, split in splits.items():
         found = trainer.predict(split)
         digest.update(found.predictions.tobytes())
         right = (found.predictions.argmax(-1) == found.label_ids).tolist()
-        accuracy[name] = 100 * sum(right) / len(right)
         hits += right
+        if len(splits) > 1:
+            accuracy[name] = 100 * sum(right) / len(right)
     accuracy["all"] = 100 * sum(hits) / len(hits)
-    if len(splits) == 1:
-        del accuracy[name]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {
         "accuracy": accuracy,
@@ -296,32 +287,16 @@ def parse(argv: list[str]) -> Namespace:
     )
     option = parser.add_argument
     tasks = tuple(TASKS)
-    option(
-        "--task",
-        choices=tasks,
-        required=True,
-        help="choice, order: of the built-in corpus",
-    )
-    option(
-        "--model",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="a MegatronBert of transformers, with a tokenizer",
-    )
-    option(
-        "--dataset",
-        metavar="NAME|DIR",
-        help="of the Hub, or a folder of SPLIT.jsonl (default: the task's)",
-    )
-    option("--out", type=Path, metavar="DIR", help="default: out/finetune/TASK-MODEL")
-    option("--seeds", type=words, default=("1",), metavar="N,...", help="default: 1")
-    option(
-        "--batch",
-        type=int,
-        metavar="N",
-        help="examples of an update, of all processes (default: the task's)",
-    )
+    meaning = "choice, order: of the built-in corpus"
+    option("--task", choices=tasks, required=True, help=meaning)
+    meaning = "a MegatronBert of transformers, with a tokenizer"
+    option("--model", type=Path, required=True, help=meaning)
+    meaning = "of the Hub, or a folder of SPLIT.jsonl (default: the task's)"
+    option("--dataset", help=meaning)
+    option("--out", type=Path, help="default: out/finetune/TASK-MODEL")
+    option("--seeds", type=words, default=("1",), help="default: 1")
+    meaning = "examples of an update, of all processes (default: the task's)"
+    option("--batch", type=int, help=meaning)
     spec = TASKS[parser.parse_known_args(argv)[0].task]
     parser.set_defaults(
         batch=spec["batch"],

@@ -20,14 +20,13 @@ import json
 import sys
 import textwrap
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.tables import table
+from bench.tables import markdown, table
 from megatron_2bw.base.errors import Parser, UserError, names_of, run_program
 from megatron_2bw.base.files import write_csv, write_whole
 from megatron_2bw.run.start.torchrun import ROOT
@@ -72,6 +71,8 @@ def judge(spec: Row, row: Claim, found: list[Point], reading: Reading) -> None:
         paper_figures.judge_ratio(spec, row, found)
     elif "fit" in spec:
         paper_figures.judge_fit(spec, row, found)
+    elif "held" in spec:
+        paper_claims.judge_held(spec, row)
     elif check := getattr(paper_claims, spec["id"].replace("-", "_"), None):
         inputs = {"found": found, "reading": reading}
         names = inspect.signature(check).parameters
@@ -138,7 +139,7 @@ def picture(figure: str, found: list[Point], path: Path) -> bool:
         stacked = [(SCHEDULES[name], Shape(*sizes)) for name, sizes in shapes]
         draw_shapes(stacked, path, **options)
     elif figure == "4":
-        draw_placement(path, 4, 2, 2)
+        draw_placement(path)
     elif figure == "5":
         recorded = ROOT / PAPER["convergence"]["gpt"]
         convergence_plot.draw(json.loads(recorded.read_text()), path)
@@ -187,10 +188,7 @@ def page(figure: str, found: list[Point], rows: list[Claim], drawn: bool) -> str
     parts = [f"## {heading}"]
     if drawn:
         parts.append(f"![{heading}](figure{figure}.png)")
-    cells = [claim_row(row) for row in rows]
-    lines = [list(cells[0]), ["---"] * len(cells[0])]
-    lines += [list(line.values()) for line in cells]
-    parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    parts.append(markdown(map(claim_row, rows)))
     if "assumed" in spec:
         parts.append(textwrap.fill(f"Assumed: {spec['assumed'].strip()}.", 118))
     if found:
@@ -204,7 +202,7 @@ def write_figure(figure: str, options: Namespace) -> tuple[str, list[Claim]]:
     own = panels(figure)
     collected = {}
     if options.collect:
-        for row in sweep.rows(options.collect, options.warm_up):
+        for row in sweep.rows(options.collect):
             collected[row["run"]] = row
         if not collected:
             raise UserError(f"--collect {options.collect}: nothing was submitted to it")
@@ -236,8 +234,7 @@ def parse(words: Sequence[str]) -> Namespace:
     )
     option = parser.add_argument
     meaning = f"of {', '.join(NAMES)} (all)"
-    names = names_of(NAMES)
-    option("--figure", type=names, default=NAMES, metavar="NAME,...", help=meaning)
+    option("--figure", type=names_of(NAMES), default=NAMES, help=meaning)
     option("--out", type=folder, default=ROOT / "out" / "paper", metavar="DIR")
     option(
         "--skip-measurements",
@@ -249,13 +246,6 @@ def parse(words: Sequence[str]) -> Namespace:
         type=folder,
         metavar="DIR",
         help="add what a figure's jobs measured (scripts/slurm/sweep.py)",
-    )
-    option(
-        "--warm-up",
-        type=int,
-        default=10,
-        metavar="N",
-        help="with --collect: iterations not counted (10)",
     )
     options = parser.parse_args(words)
     if options.collect and len(options.figure) > 1:
@@ -281,14 +271,12 @@ def run(options: Namespace) -> int:
 
 
 def head(claims: list[Claim]) -> str:
-    counts = Counter((row.decides, row.holds) for row in claims)
-    listed = ["| decided by | hold | do not | open |", "| --- | ---: | ---: | ---: |"]
-    for way in dict.fromkeys(row.decides for row in claims):
-        hold, fail, open_ = (counts[way, verdict] for verdict in (True, False, None))
-        listed.append(f"| {way} | {hold} | {fail} | {open_} |")
-    readings = ["| reading | |", "| --- | --- |"]
-    for reading in READINGS:
-        readings.append(f"| {reading.name} | {reading.says} |")
+    counts = {}
+    for row in claims:
+        new = {"decided by": row.decides, "hold": 0, "do not": 0, "open": 0}
+        count = counts.setdefault(row.decides, new)
+        count[{True: "hold", False: "do not", None: "open"}[row.holds]] += 1
+    readings = [{"reading": reading.name, "": reading.says} for reading in READINGS]
     measured = []
     for entry in PAPER["measured"].values():
         item = f"- {entry['what']}"
@@ -297,9 +285,9 @@ def head(claims: list[Claim]) -> str:
         count=len(claims),
         held=sum(row.holds is True for row in claims),
         tolerance=PAPER["tolerance"],
-        listed="\n".join(listed),
+        listed=markdown(counts.values()),
         turning=sum(bool(row.turns) for row in claims),
-        readings="\n".join(readings),
+        readings=markdown(readings),
         measured="\n".join(measured),
     )
 

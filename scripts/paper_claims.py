@@ -15,7 +15,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -52,13 +52,13 @@ def flush_cost() -> Judged:
     return f"{text} at d = m = 4, 8, 64", agrees(2, max(shares))
 
 
-def most_held(name: str, shape: Shape) -> tuple[int, int]:
-    """The most (microbatches between forward and backward, weight versions) that a
-    stage of the schedule's lists has: versions are those of these microbatches and the
-    newest."""
-    stashes = versions = 0
+def most_held(name: str, shape: Shape) -> Counter[str]:
+    """The most stashes (microbatches between forward and backward) and weight versions
+    that a stage of the schedule's lists has: versions are those of these microbatches
+    and the newest."""
+    most = Counter()
     for stage in range(shape.stages):
-        live: dict[int, int] = {}
+        live = {}
         steps = 0
         for iteration in range(shape.end):
             for action in SCHEDULES[name].actions(shape, stage, iteration):
@@ -68,30 +68,26 @@ def most_held(name: str, shape: Shape) -> tuple[int, int]:
                     del live[action.microbatch]
                 elif action.kind == STEP:
                     steps += 1
-                stashes = max(stashes, len(live))
-                versions = max(versions, len({*live.values(), steps}))
-    return stashes, versions
+                versions = {*live.values(), steps}
+                most |= Counter(stashes=len(live), versions=len(versions))
+    return most
 
 
-def pipedream_versions() -> Judged:
-    most = [most_held("pipedream", Shape(d, 1, 0, 4 * d))[1] for d in (2, 4, 8)]
-    return f"{most} at d = 2, 4, 8", most == [2, 4, 8]
-
-
-def versions() -> Judged:
-    most = [most_held("2bw", Shape(d, d, 0, 5))[1] for d in (2, 4, 8)]
-    return f"{most} at d = 2, 4, 8", most == [2, 2, 2]
-
-
-def in_flight() -> Judged:
-    most = [most_held("2bw", Shape(d, 4 * d, 0, 3))[0] for d in (2, 4, 8)]
-    return f"{most} at d = 2, 4, 8", most == [2, 4, 8]
+def judge_held(spec: Row, row: Claim) -> None:
+    """Fills the row: the most versions, or stashes, of a schedule in each shape."""
+    held = spec["held"]
+    most = []
+    for sizes in held["shapes"]:
+        counts = most_held(held["schedule"], Shape(*sizes))
+        most.append(counts[held["of"]])
+    row.predicted = f"{most} at {held['at']}"
+    row.holds = most == held["most"]
 
 
 def flush_stashes() -> Judged:
     shape = Shape(8, 32, 0, 2)
-    flush, _ = most_held("pipedream-flush", shape)
-    gpipe, _ = most_held("gpipe", shape)
+    flush = most_held("pipedream-flush", shape)["stashes"]
+    gpipe = most_held("gpipe", shape)["stashes"]
     return f"{flush} against {gpipe} at d = 8, m = 32", (flush, gpipe) == (8, 32)
 
 
@@ -120,7 +116,7 @@ def placement() -> Judged:
 
 
 def recompute_larger(found: list[Point]) -> Judged:
-    largest: dict[str, int] = defaultdict(int)
+    largest = defaultdict(int)
     for point in found:
         if point.predicted != "OOM":
             way = f"{point.figure} {point.series.split()[-1]}"
@@ -156,7 +152,7 @@ def table_values(found: list[Point]) -> Judged:
 
 
 def ticked(found: list[Point]) -> Judged:
-    fastest: dict[str, Point] = {}
+    fastest = {}
     for point in found:
         first = fastest.setdefault(point.figure, point)
         if point.alone > first.alone:
@@ -190,7 +186,7 @@ def whole_models(reading: Reading) -> Judged:
     for way, plan in plans.items():
         fitting = []
         for name in ("gpt-1.3b", "gpt-2.2b", "gpt-3.8b"):
-            if cost_of(name, 1, "fp16", reading).fits(plan):
+            if cost_of(name, 1, reading).fits(plan):
                 fitting.append(name)
                 none_fits = False
         texts.append(f"{way}: {', '.join(fitting) or 'none'} fits")
@@ -198,16 +194,15 @@ def whole_models(reading: Reading) -> Judged:
 
 
 def megatron_8b(reading: Reading) -> Judged:
-    cost = cost_of("gpt-8.3b", clusters.preset("p3dn.24xlarge", 1), "fp16", reading)
+    cost = cost_of("gpt-8.3b", clusters.preset("p3dn.24xlarge", 1), reading)
     plan = Plan(8, 1, 1, 1, 8, "full", "megatron")
     gib = cost.memory.heaviest(plan) / GIB
     return f"{gib:.1f} GiB of {cost.allowed(plan) / GIB:.1f}", cost.fits(plan)
 
 
 def planned_depths(reading: Reading) -> Judged:
-    small, large = (
-        cost_of(name, 8, "fp16", reading) for name in ("gpt-2.2b", "gpt-3.8b")
-    )
+    small = cost_of("gpt-2.2b", 8, reading)
+    large = cost_of("gpt-3.8b", 8, reading)
     texts = []
     for batch in (512, 1024, 2048):
         space = replace(SPACE, batch=batch, extra_warmup=reading.ahead)
@@ -225,14 +220,15 @@ def fastest(reading: Reading) -> Judged:
         ("gpt-2.2b", 8, 2048),
         ("gpt-3.8b", 8, 2048),
     ):
-        cost = cost_of(name, servers, "fp16", reading)
+        cost = cost_of(name, servers, reading)
         space = replace(SPACE, batch=batch, virtual=None, extra_warmup=reading.ahead)
         speeds = {}
-        for schedule in ("2bw", "pipedream-flush", "megatron"):
+        schedules = ("2bw", "pipedream-flush", "megatron")
+        for schedule in schedules:
             plan = best(cost, replace(space, schedules=(schedule,)))
             if plan:
                 speeds[plan.schedule_name] = throughput(cost, plan)
-        space = replace(space, schedules=("2bw", "pipedream-flush", "megatron"))
+        space = replace(space, schedules=schedules)
         advised = advice.ranked(Search(cost, space), 1)[0][0].schedule_name
         shown = ", ".join(f"{way} {speed:.1f}" for way, speed in speeds.items())
         texts.append(f"{name} at {batch}: {shown} samples/s, advised is {advised}")
@@ -269,14 +265,11 @@ def measured_rows(name: str, out: Path, fresh: bool) -> list[Row]:
 def measured_value(spec: Row, rows: Sequence[Row]) -> float:
     """The value that a claim takes from the rows: of one row, or the ratio of a
     pair."""
-    if "row" in spec:
-        return _matching_row(rows, spec["row"])[spec["of"]]
-    one, two = spec["ratio"]
-    return _matching_row(rows, one)[spec["of"]] / _matching_row(rows, two)[spec["of"]]
-
-
-def _matching_row(rows: Sequence[Row], wanted: Row) -> Row:
-    return next(row for row in rows if wanted.items() <= row.items())
+    values = []
+    for wanted in spec.get("ratio") or [spec["row"]]:
+        row = next(row for row in rows if wanted.items() <= row.items())
+        values.append(row[spec["of"]])
+    return values[0] / values[1] if "ratio" in spec else values[0]
 
 
 def judge_runs(

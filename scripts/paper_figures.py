@@ -15,7 +15,17 @@ from typing import Any
 
 from megatron_2bw.tools.planner.cost.memory import GIB
 from megatron_2bw.tools.planner.descriptions.plan import Plan
-from scripts.paper_data import FIRST, PAPER, Panel, Reading, Row, Run, cost_of, grid
+from scripts.paper_data import (
+    FIRST,
+    PAPER,
+    Panel,
+    Reading,
+    Row,
+    Run,
+    Shape,
+    cost_of,
+    grid,
+)
 
 HEADS = 32  # of Figure 11's models
 
@@ -95,33 +105,21 @@ def points(
             continue
         point = _point(run, panel, series, x, y)
         point.measured = _measured(measured.get(run.name, {}), y)
-        fastest[panel, series, x] = _faster(
-            fastest.get((panel, series, x), point), point
-        )
+        place = (panel, series, x)
+        fastest[place] = _faster(fastest.get(place, point), point)
     return list(fastest.values())
 
 
 def _point(run: Run, panel: str, series: str, x: Any, y: str) -> Point:
+    own = run.panel
     gib = run.cost.memory.heaviest(run.plan) / GIB
     room = run.cost.allowed(run.plan) / GIB
-    if y == "GiB":
-        alone = predicted = gib
-    else:
-        alone = run.speed() / (run.panel.servers if y.endswith("a server") else 1)
-        predicted = alone if gib <= room else "OOM"
-    return Point(
-        run.panel.figure,
-        panel,
-        series,
-        x,
-        predicted,
-        plan=run.plan.name,
-        gib=gib,
-        room=room,
-        alone=alone,
-        paper="" if run.panel.paper is None else run.panel.paper,
-        ticked=run.panel.ticked,
-    )
+    alone = gib
+    if y != "GiB":
+        alone = run.speed() / (own.servers if y.endswith("a server") else 1)
+    predicted = alone if gib <= room or y == "GiB" else "OOM"
+    point = Point(own.figure, panel, series, x, predicted, run.plan.name, gib, room)
+    return replace(point, alone=alone, paper=own.paper, ticked=own.ticked)
 
 
 def _measured(row: Row, y: str) -> float | str:
@@ -169,7 +167,7 @@ def ratios(
     An entry of `ratio` is a series, or a series and its x; with `best` each series'
     largest value counts.
     """
-    numbers: dict[tuple[str, str, Any], float] = {}
+    numbers = {}
     for point in found:
         place = (point.figure, point.series, "" if "best" in spec else point.x)
         number = _number(getattr(point, value))
@@ -189,7 +187,7 @@ def ratios(
 def judge_ratio(spec: Row, row: Claim, found: list[Point]) -> None:
     """Fills the row. The largest ratio decides, as `up to` does in the text; with
     `every`, all of them. The row shows the largest of each panel."""
-    shown: dict[str, float] = {}
+    shown = {}
     for (panel, x), ratio in ratios(spec, found, spec.get("of", "predicted")).items():
         label = f"{panel} at {x}" if "every" in spec and x else panel
         shown[label] = max(shown.get(label, 0.0), ratio)
@@ -231,7 +229,8 @@ def largest_model(
     first, last, step = PAPER["figures"]["11"]["hidden"]
     for hidden in range(first, last + 1, step):
         for layers in itertools.count(depth, depth):
-            cost = cost_of("gpt-28.3b", 8, "fp16", reading, *_shape(layers, hidden))
+            shape = _shape(layers, hidden)
+            cost = cost_of("gpt-28.3b", 8, reading, shape=shape)
             if not cost.fits(plan):
                 break
             billions = cost.model.parameters() / 1e9
@@ -239,7 +238,7 @@ def largest_model(
     return largest
 
 
-def _shape(layers: int, hidden: int) -> tuple[tuple[str, int], ...]:
+def _shape(layers: int, hidden: int) -> Shape:
     return ("layers", layers), ("hidden", hidden), ("heads", HEADS)
 
 

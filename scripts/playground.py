@@ -86,7 +86,7 @@ def build(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     first = {"presets": presets, "grid": grid({})}
     write_whole(out / "index.html", bundle(SOURCE / "index.html", {"first": first}))
-    rest: Answers = {}
+    rest = {}
     for sizes in SIZES:
         rest |= grid(sizes)
     for preset in presets:
@@ -102,7 +102,7 @@ def build(out: Path) -> None:
 
 def archive(path: Path) -> None:
     """answers.py and the package's modules, as they are."""
-    modules: set[Path] = set()
+    modules = set()
     for pattern in PACKAGE:
         modules |= set(ROOT.glob(f"megatron_2bw/{pattern}"))
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:

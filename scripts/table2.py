@@ -28,6 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench import tables
 from megatron_2bw.base.argv import split_flags
 from megatron_2bw.base.errors import Parser, UserError, names_of, run_program, words
 from megatron_2bw.base.files import write_json, write_whole
@@ -71,7 +72,7 @@ def exported(name: str, folder: Path, out: Path) -> Path:
 
 def finetune(name: str, folder: Path, task: str, options: Namespace) -> None:
     script = ROOT / "scripts" / "finetune_bert.py"
-    command: list = [sys.executable, script]
+    command = [sys.executable, script]
     if options.gpus > 1:
         command = torchrun(options.gpus, script=script)
     command += ["--task", task, "--model", exported(name, folder, options.out)]
@@ -91,8 +92,8 @@ def word_perplexity(name: str, folder: Path, task: str, options: Namespace) -> N
     if options.wikitext:
         tasks = [str(results / "wikitext.yaml")]
         tasks_of_lm_eval = Path(lm_eval.__file__).parent / "tasks"
-        articles = str(Path(options.wikitext).resolve())
-        files = {"train": articles, "validation": articles, "test": articles}
+        articles = str(options.wikitext.resolve())
+        files = dict.fromkeys(("train", "validation", "test"), articles)
         content = {
             "include": str(tasks_of_lm_eval / "wikitext" / "wikitext.yaml"),
             "task": "wikitext",
@@ -116,7 +117,7 @@ def word_perplexity(name: str, folder: Path, task: str, options: Namespace) -> N
 
 def collect(out: Path) -> list[Row]:
     """A row for each task and label with a result or a value of the paper."""
-    found: dict[str, dict[str, dict[str, float]]] = {task: {} for task in TASKS}
+    found = {task: {} for task in TASKS}
     for path in sorted(out.glob("finetuning/*/*/results.json")):
         task = path.parent.name
         name = path.parents[1].name
@@ -145,18 +146,20 @@ def collect(out: Path) -> list[Row]:
 def markdown(rows: Sequence[Row]) -> str:
     """A line for each label of a task: here, mean ± standard deviation (number of
     runs), and the paper's value."""
-    lines = ["| task | model | here | paper |", "| --- | --- | ---: | ---: |"]
+    lines = []
     for row in rows:
         task = f"{row['task'].upper()}, accuracy in %"
         if row["task"] == "wikitext":
             task = "WikiText, word perplexity"
-        here = f"{row['mean']:.2f}" if row["runs"] else "–"
-        if "deviation" in row:
-            here += f" ± {row['deviation']:.2f}"
+        here = "–"
         if row["runs"]:
+            here = f"{row['mean']:.2f}"
+            if "deviation" in row:
+                here += f" ± {row['deviation']:.2f}"
             here += f" ({len(row['runs'])})"
-        lines.append(f"| {task} | {row['label']} | {here} | {row['paper'] or '–'} |")
-    return "\n".join(lines) + "\n"
+        cells = {"task": task, "model": row["label"], "here": here}
+        lines.append(cells | {"paper": row["paper"] or "–"})
+    return tables.markdown(lines) + "\n"
 
 
 def work(options: Namespace) -> int:
@@ -191,35 +194,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="table2.py", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     option = parser.add_argument
-    option("--models", type=models, default=[], metavar="LABEL=DIR,...", help="BERTs")
-    option(
-        "--gpt",
-        type=models,
-        default=[],
-        metavar="LABEL=DIR,...",
-        help="GPTs, for the perplexity",
-    )
+    option("--models", type=models, default=[], help="BERTs: LABEL=DIR,...")
+    option("--gpt", type=models, default=[], help="GPTs, for the perplexity")
     tasks = names_of(TASKS[:-1])
     two = ("mnli", "race")
-    option(
-        "--tasks",
-        type=tasks,
-        default=two,
-        metavar="NAME,...",
-        help="of mnli,race,choice,order",
-    )
-    option(
-        "--wikitext",
-        metavar="FILE",
-        help='JSON lines with "page", instead of the Hub\'s',
-    )
-    option(
-        "--seeds", default="1,2,3", metavar="N,...", help="of the finetuning (1,2,3)"
-    )
-    option(
-        "--gpus", type=int, default=1, metavar="N", help="processes of a finetuning (1)"
-    )
-    option("--out", type=Path, default=ROOT / "out" / "table2", metavar="DIR")
+    option("--tasks", type=tasks, default=two, help="of mnli,race,choice,order")
+    meaning = 'JSON lines with "page", instead of the Hub\'s'
+    option("--wikitext", type=Path, help=meaning)
+    option("--seeds", default="1,2,3", help="of the finetuning (1,2,3)")
+    option("--gpus", type=int, default=1, help="processes of a finetuning (1)")
+    option("--out", type=Path, default=ROOT / "out" / "table2")
     options = parser.parse_args(own)
     options.flags = flags
     options.out = options.out.resolve()

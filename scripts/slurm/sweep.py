@@ -47,6 +47,7 @@ COLUMNS = """
     figure model system schedule servers gpus tensor depth width microbatch recompute round batch status reason
     samples_per_second ms_per_iteration iterations peak_memory_gib validation_loss job run
 """.split()
+WARM_UP = 10  # iterations that are not counted
 PLACE = ("figure", "model", "gpus", "batch", "system")
 
 
@@ -55,24 +56,21 @@ def on_cluster(own: Sequence[Panel], name: str) -> list[Panel]:
     is too small are left out."""
     servers = named_cluster(name)
     each = servers.gpus_per_server
-    preset = name in cluster.PRESETS
-    where = name if preset else str(Path(name).resolve())
+    most = math.inf
+    where = name
+    if name not in cluster.PRESETS:
+        most = servers.gpus
+        where = str(Path(name).resolve())
     fitting = []
     for panel in own:
-        if not preset and panel.gpus > servers.gpus:
-            sizes = f"it needs {panel.gpus} GPUs, {name} has {servers.gpus}"
+        if panel.gpus > most:
+            sizes = f"it needs {panel.gpus} GPUs, {name} has {most}"
             print(f"sweep.py: {panel.figure} is left out: {sizes}", file=sys.stderr)
             continue
-        panel = replace(
-            panel,
-            cluster=where,
-            servers=math.ceil(panel.gpus / each),
-            gpus_per_server=min(each, panel.gpus),
-        )
-        fitting.append(panel)
-    if not fitting:
-        raise UserError(
-            f"--cluster {name}: it has {servers.gpus} GPUs, fewer than any of the runs"
+        count = math.ceil(panel.gpus / each)
+        local = min(each, panel.gpus)
+        fitting.append(
+            replace(panel, cluster=where, servers=count, gpus_per_server=local)
         )
     return fitting
 
@@ -110,16 +108,12 @@ def sbatch(
     else:
         command += " --time=15 --no-requeue"
         training += " --eval-iters 0 --log-interval 1"
-    return variables, [
-        *command.split(),
-        f"--output={folder / 'batch.log'}",
-        *shlex.split(options.sbatch),
-        str(ROOT / "scripts" / "slurm" / f"pretrain_{kind}_2bw.sbatch"),
-        *run.plan.flags(precision),
-        *training.split(),
-        *panel.flags,
-        *options.flags,  # what the user gives comes last
-    ]
+    words = [*command.split(), f"--output={folder / 'batch.log'}"]
+    words += shlex.split(options.sbatch)
+    words.append(str(ROOT / "scripts" / "slurm" / f"pretrain_{kind}_2bw.sbatch"))
+    words += run.plan.flags(precision)
+    # what the user gives comes last
+    return variables, [*words, *training.split(), *panel.flags, *options.flags]
 
 
 def data_prefix(out: Path, kind: str) -> Path:
@@ -129,16 +123,16 @@ def data_prefix(out: Path, kind: str) -> Path:
 def preparations(runs: Sequence[Run], out: Path) -> list[str]:
     """The commands that make the data of whole trainings which are not there yet."""
     data = PAPER["data"]
-    commands = set()
-    for run in runs:
-        kind = PRESETS[run.panel.model].kind
+    trained = {PRESETS[run.panel.model].kind for run in runs if run.panel.iterations}
+    commands = []
+    for kind in sorted(trained):
         prefix = data_prefix(out, kind)
-        if run.panel.iterations and not prefix.with_suffix(".idx").exists():
-            commands.add(
+        if not prefix.with_suffix(".idx").exists():
+            commands.append(
                 f"megatron-2bw preprocess --task {kind} --dataset {data['dataset']} "
                 f"{data[kind]['prepare']} --output-prefix {shlex.quote(str(prefix))}"
             )
-    return sorted(commands)
+    return commands
 
 
 def submit(options: Namespace) -> int:
@@ -156,7 +150,8 @@ def submit(options: Namespace) -> int:
             runs.append(run)
     first = preparations(runs, options.out)
     if options.dry_run:
-        print(*first, sep="\n", end="\n" if first else "")
+        for line in first:
+            print(line)
         for run in runs:
             variables, command = sbatch(run, options.out / run.name, options)
             for name, value in variables.items():
@@ -235,7 +230,7 @@ def show(options: Namespace) -> int:
     return 0
 
 
-def rows(out: Path, warm_up: int) -> list[Row]:
+def rows(out: Path, warm_up: int = WARM_UP) -> list[Row]:
     """A row for each run; its speed only if it completed."""
     table_rows = []
     for run, job, folder in _refresh(out):
@@ -254,7 +249,7 @@ def rows(out: Path, warm_up: int) -> list[Row]:
 def measured(text: str, warm_up: int) -> Row:
     """Speed from Megatron's log lines after `warm_up` iterations; empty if there is
     none."""
-    times: list[float] = []
+    times = []
     memory = 0.0
     before = 0
     for line in run_log.training(text):
@@ -293,9 +288,9 @@ def collect(options: Namespace) -> int:
     place = itemgetter(*PLACE)
     fastest = {place(entry): entry for entry in sorted(entries, key=speed)}
     shown = []
-    for _, entry in sorted(fastest.items()):
+    for key in sorted(fastest):
         columns = (*PLACE, "microbatch", "samples_per_second", "status")
-        shown.append({name: entry[name] for name in columns})
+        shown.append({name: fastest[key][name] for name in columns})
     print(table(shown))
     print(f"wrote {options.out}/sweep.csv ({len(entries)} runs)")
     return 0
@@ -314,13 +309,8 @@ def parse(words: Sequence[str]) -> Namespace:
         if function is submit:
             _add_submit_flags(command)
         if function is collect:
-            command.add_argument(
-                "--warm-up",
-                type=int,
-                default=10,
-                metavar="N",
-                help="iterations not counted (10)",
-            )
+            meaning = "iterations not counted (10)"
+            command.add_argument("--warm-up", type=int, default=WARM_UP, help=meaning)
     options = parser.parse_args(words)
     options.out = options.out.resolve()
     if options.function is submit:
@@ -338,17 +328,8 @@ def _add_submit_flags(command: argparse.ArgumentParser) -> None:
     option(
         "--figure", choices=[*figures, "11"], help="of the paper (scripts/paper.yaml)"
     )
-    option(
-        "--cluster",
-        metavar="NAME|FILE.yaml",
-        help="of the planner: the figure's GPUs on its servers",
-    )
-    option(
-        "--model",
-        choices=PRESETS,
-        metavar="NAME",
-        help="instead of a figure, with the next four",
-    )
+    option("--cluster", help="of the planner: the figure's GPUs on its servers")
+    option("--model", choices=PRESETS, help="instead of a figure, with the next four")
     option("--nodes", type=int, help="servers of a job")
     option("--gpus-per-node", type=int, help="with --cpu: processes")
     option(
@@ -356,49 +337,22 @@ def _add_submit_flags(command: argparse.ArgumentParser) -> None:
         type=int,
         help="GPUs for a copy of the model: stages or tensor ranks",
     )
-    option(
-        "--batch-sizes",
-        type=numbers,
-        metavar="N,...",
-        help="also instead of the figure's",
-    )
-    option(
-        "--systems",
-        type=names_of(systems),
-        default=systems,
-        metavar="NAME,...",
-        help=", ".join(systems),
-    )
-    option(
-        "--micro-batch-size",
-        type=numbers,
-        default=(),
-        metavar="N,...",
-        help="the fastest counts (default: the figure's, or 1,2,4,8)",
-    )
-    precisions = ("bf16", "fp16", "fp32")
-    option(
-        "--precision", choices=precisions, default="fp16", help="default: the paper's"
-    )
+    option("--batch-sizes", type=numbers, help="also instead of the figure's")
+    known = names_of(systems)
+    option("--systems", type=known, default=systems, help=", ".join(systems))
+    meaning = "the fastest counts (default: the figure's, or 1,2,4,8)"
+    option("--micro-batch-size", type=numbers, default=(), help=meaning)
+    option("--precision", choices=("bf16", "fp16", "fp32"), default="fp16")
     option("--train-iters", type=int, default=30)
     option("--cpu", action="store_true", help="the nodes have no GPUs")
-    option(
-        "--sbatch",
-        default="",
-        metavar="OPTIONS",
-        help='such as "--partition=gpu --account=me --time=30"',
-    )
+    meaning = 'such as "--partition=gpu --account=me --time=30"'
+    option("--sbatch", default="", help=meaning)
     option("--dry-run", action="store_true", help="print the commands")
 
 
 def _choose_panels(options: Namespace, parser: Parser) -> None:
-    own = (
-        options.model,
-        options.nodes,
-        options.gpus_per_node,
-        options.model_parallel_size,
-        options.batch_sizes,
-    )
+    names = "model nodes gpus_per_node model_parallel_size batch_sizes"
+    own = [getattr(options, name) for name in names.split()]
     if options.figure == "11":
         options.panels = largest_panels()
     elif options.figure:

@@ -158,7 +158,7 @@ def replicas(one: Config) -> int:
 def new_base(draw: random.Random, check: str) -> Config:
     schedules = ("2bw",) * 8 + (*FLUSH, "pipedream", "megatron")
     schedule = draw.choice(FLUSH if check == "megatron" else schedules)
-    base: Config = {
+    base = {
         "task": draw.choice(("gpt", "gpt", "bert")),
         SCHEDULE: schedule,
         STAGES: draw.choice((1, 2, 2, 3, 4)),
@@ -195,7 +195,7 @@ def new_draw(draw: random.Random) -> Draw:
     check = draw.choice(CHECKS)
     base = new_base(draw, check)
     microbatches = base["microbatches"]
-    at: float = draw.randint(1, 5)
+    at = draw.randint(1, 5)
     depth = {STAGES: draw.choice((1, 2, 3, 4))}
     for flag in base:  # what goes with a number of stages
         if flag.endswith("-pipeline-num-layers") or flag == "--two-bw-extra-warmup":

@@ -74,7 +74,7 @@ def assert_close(found, expected) -> None:
 @pytest.mark.parametrize("name", SPLITS)
 def test_splits_change_nothing(name):
     stages, microbatches, width, tensor, flags = SPLITS[name]
-    script: list[str] = []
+    script = []
     model = LLAMA.removeprefix("--swiglu").split()
     if name == "BERT":
         script = [BERT]

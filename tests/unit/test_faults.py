@@ -73,8 +73,8 @@ def test_a_cause_is_told_at_once_and_before_the_last_words_which_cannot_hide_it(
 ):
     """In one line, but for an exception, whose traceback comes before. An effect waits
     for the cause."""
-    waited: list[float] = []
-    before: list[str] = []
+    waited = []
+    before = []
     monkeypatch.setattr(exits.time, "sleep", waited.append)
     monkeypatch.setattr(exits, "signal", mock.Mock())
     monkeypatch.setenv("RANK", "3")

@@ -25,7 +25,7 @@ def losses(monkeypatch):
         check_for_spiky_loss=False,
         curr_iteration=6,
     )
-    waited: list[int] = []
+    waited = []
     numbers = itertools.count()
 
     class Event:
