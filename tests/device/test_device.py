@@ -168,9 +168,7 @@ def messages(calls: list[Call], name: str, peer: str) -> list[tuple[str, str]]:
 def test_every_access_is_ordered_and_nccls_calls_match(name):
     """The ranks of a communicator make the same collectives; each message has a
     receiver; one thread uses it."""
-    communicators = defaultdict(
-        lambda: defaultdict(list)
-    )
+    communicators = defaultdict(lambda: defaultdict(list))
     threads = defaultdict(set)  # in the steady state
     for rank in watched(name):
         for number, call in enumerate(rank.calls):

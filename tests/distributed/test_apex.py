@@ -30,6 +30,7 @@ from tests.distributed.test_checkpoint import (
     SAVED,
     SHARDED,
     assert_goes_on,
+    moved,
     run_loading,
     run_saving,
 )
@@ -171,13 +172,7 @@ def test_a_resumed_run_may_move_to_the_host_and_back(flags, to_host, tmp_path):
     """Where the Adam of a host counts its steps, and Apex's. Both round alike in most
     elements, as the CPU has it."""
     argv = command(2, 2, "2bw", "--bf16", flags, width=2, **DROPOUT)
-    on_host = [*argv, *HOST.split()]
-    if to_host:
-        whole = run_saving(tmp_path, 4, argv, program=train_with_apex)
-        rest = run_loading(tmp_path, 4, on_host)
-    else:
-        whole = run_saving(tmp_path, 4, on_host)
-        rest = run_loading(tmp_path, 4, argv, program=train_with_apex)
+    whole, rest = moved(tmp_path, argv, to_host, program=train_with_apex)
     losses = torch.stack(whole[-1].losses[SAVED:])
     assert_close(torch.stack(rest[-1].losses), losses, "losses", False, 1e-4)
 

@@ -52,21 +52,18 @@ def test_uneven_stages():
     assert_same_runs(runs, two_stages(UNTIED, clip_grad=0))
 
 
-@pytest.mark.proof
-def test_width():
+@pytest.mark.proof("-")
+@pytest.mark.parametrize(
+    "flags, overlap",
+    [("", ""), ("--calculate-per-token-loss", "--overlap-grad-reduce")],
+)
+def test_width(flags, overlap):
     """Two pipelines of two microbatches each: the same batch, its gradients added by
-    pairs."""
-    runs = run_pipeline(command(2, 2, "2bw", UNTIED, NO_BIAS, width=2), 4)
+    pairs. The number of tokens is summed over the pipelines; the gradients too, inside
+    the batch's last backward."""
+    flags = (UNTIED, NO_BIAS, flags)
+    runs = run_pipeline(command(2, 2, "2bw", *flags, overlap, width=2), 4)
     assert_equal_replicas(runs[0], runs[1])
-    assert_same_runs(runs[0::2], two_stages(UNTIED, NO_BIAS), exact=False)
-
-
-def test_width_with_per_token_loss():
-    """The number of tokens is summed over the pipelines; the gradients too, inside the
-    batch's last backward."""
-    flags = (UNTIED, NO_BIAS, "--calculate-per-token-loss")
-    argv = command(2, 2, "2bw", *flags, "--overlap-grad-reduce", width=2)
-    runs = run_pipeline(argv, 4)
     assert_same_runs(runs[0::2], two_stages(*flags), exact=False)
 
 

@@ -22,8 +22,7 @@ from tests.distributed.test_checkpoint import (
     DROPOUT,
     assert_equal_weights,
     assert_goes_on,
-    run_loading,
-    run_saving,
+    moved,
 )
 from tests.distributed.test_update_rule import POISONED, SCALE, poison
 from tests.distributed.training import Run, command, delayed, train
@@ -190,11 +189,4 @@ def test_an_error_of_a_step_ends_the_run():
 @pytest.mark.parametrize("flags", [f"--bf16 --ckpt-format torch {CORRECTED}", SHARDED])
 def test_a_resumed_run_may_move(flags, to_host, tmp_path):
     argv = command(2, 2, "2bw", flags, width=2, **DROPOUT)
-    on_host = [*argv, *HOST.split()]
-    if to_host:
-        whole = run_saving(tmp_path, 4, argv, fuse)
-        rest = run_loading(tmp_path, 4, on_host)
-    else:
-        whole = run_saving(tmp_path, 4, on_host)
-        rest = run_loading(tmp_path, 4, argv, fuse)
-    assert_goes_on(whole, rest)
+    assert_goes_on(*moved(tmp_path, argv, to_host, prepare=fuse))

@@ -94,13 +94,13 @@ def test_the_depth_changes_no_loss(optimizer, clip, tolerance):
     assert_same_losses(two, one, exact=False, tolerance=tolerance)
 
 
-def test_resumed_run_is_the_uninterrupted_one(tmp_path):
-    argv = command(2, 2, "2bw", "--optimizer lion", **DROPOUT)
-    assert_goes_on(*interrupted(tmp_path, 2, argv))
-
-
 @pytest.mark.parametrize(
-    "schedule, flags", [("2bw", MUON), ("megatron", "--decoupled-lr 0.005")]
+    "schedule, flags",
+    [
+        ("2bw", "--optimizer lion"),
+        ("2bw", MUON),
+        ("megatron", "--decoupled-lr 0.005"),
+    ],
 )
 def test_resumed_where_a_stage_has_no_parameter_of_a_group(schedule, flags, tmp_path):
     """The middle stage has neither embedding nor output layer, which have a group of
