@@ -39,6 +39,7 @@ from tests.device import build
 
 SEQUENCE = 512
 FIRST = 4  # iterations before the steady state
+TURNS = 8  # of `launches`
 # Of the planner's CONTEXT, what torch's allocator holds: workspaces of cuBLAS for two
 # streams, and Megatron's buffer.
 WORKSPACES = 2**27
@@ -135,26 +136,29 @@ def counted(rank: int, argv: list[str]) -> dict[str, float]:
     return dict(zip(COUNTERS, medians.tolist()))
 
 
-def launches(turns: int, iterations: int) -> list[Row]:
+def launches() -> list[Row]:
     found = []
     model = model_of("gpt-355m")
     for depth in (1, 2):
         runs = {"megatron": [], "2bw": []}
-        for turn in range(turns):
+        for turn in range(TURNS):
             order = list(runs) if turn % 2 else reversed(runs)
             for schedule in order:
                 plan = Plan(1, depth, 1, 1, 8, schedule=schedule)
-                argv = command(model, plan, iterations)
+                argv = command(model, plan, iterations=16)
                 runs[schedule].append(run_world(depth, counted, argv, timeout=900))
         for stage in range(depth):
             for schedule in runs:
-                values = [run[stage] for run in runs[schedule]]
                 row = {"stages": depth, "stage": stage, "schedule": schedule}
-                for name in COUNTERS:
-                    row[name] = min(value[name] for value in values)
+                row |= dict.fromkeys(COUNTERS, math.inf)
+                seconds = []
+                for run in runs[schedule]:
+                    seconds.append(run[stage]["seconds"])
+                    for name in COUNTERS:
+                        row[name] = min(row[name], run[stage][name])
                 if schedule == "megatron":
                     base = row["seconds"]
-                row["turns"] = [value["seconds"] for value in values]
+                row["turns"] = seconds
                 row["microseconds an action"] = 1e6 * row["seconds"] / 16
                 row["over megatron"] = row["seconds"] / base - 1
                 show(row, ".4g")
@@ -205,11 +209,9 @@ def host(parameters: int) -> Row:
 def main() -> None:
     parser = new_parser(__doc__, "device")
     parser.add_argument("what", choices=("memory", "launches", "host"))
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--iterations", type=int, default=16)
     options = parser.parse_args()
     if options.what == "host":
-        found = [host(parameters) for parameters in (10**8, 10**9)]
+        found = [host(10**8), host(10**9)]
         print(*found, sep="\n")
     else:
         if why := build.missing():
@@ -219,7 +221,7 @@ def main() -> None:
         if options.what == "memory":
             found = memory()
         else:
-            found = launches(options.turns, options.iterations)
+            found = launches()
     again = " ".join(["python", *sys.argv])
     write_result(options.json, {"again": again, "rows": found})
 

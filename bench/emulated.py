@@ -8,12 +8,11 @@ torch.distributed.pipelining run layers that sleep as long.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -43,8 +42,7 @@ def iteration_seconds(runs: list[Observed]) -> float:
 
     The first three iterations fill the pipeline and load code, the last two empty it.
     """
-    ends = runs[0].ends[2:-2]
-    return statistics.median(after - before for before, after in pairwise(ends))
+    return float(np.median(np.diff(runs[0].ends[2:-2])))
 
 
 class Sleep(torch.autograd.Function):
@@ -204,8 +202,13 @@ def train_with_torch(
         parts if chunks > 1 else parts[0], microbatches, loss_fn=loss
     )
     batch = torch.ones(microbatches, size)
-    inputs = [batch] if any(part.is_first for part in parts) else []
-    targets = {"target": batch * 2} if any(part.is_last for part in parts) else {}
+    inputs = []
+    targets = {}
+    for part in parts:
+        if part.is_first:
+            inputs = [batch]
+        if part.is_last:
+            targets = {"target": batch * 2}
     for _ in range(iterations):
         optimizer.zero_grad()
         runner.step(*inputs, **targets)

@@ -166,8 +166,11 @@ def hit(lines: list[str]) -> str:
     """The moment of the kill, for a start of the job that has printed `lines`."""
 
     def last(sign: str) -> int:
-        places = [place for place, line in enumerate(lines) if re.search(sign, line)]
-        return max(places, default=-1)
+        found = -1
+        for place, line in enumerate(lines):
+            if re.search(sign, line):
+                found = place
+        return found
 
     if last(STARTED) < 0:
         return "start"
@@ -333,7 +336,6 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         latest = each.latest or 0
         lost += (each.fault is not None) + (latest < before)
         before = latest
-    ended = sorted(each.others_ended_s for each in done) or [0.0]
     return {
         # kills after which the run continued
         "survived": len(done) - bool(stopped and done),
@@ -344,12 +346,7 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "differences": len(wrong),
         "stopped": stopped,  # why the run did not finish, if so
         "iterations": iterations,
-        # undisturbed, by the loss scale
-        "iterations_skipped": sum(line.skipped for line in run_log.training(calm)),
-        # with those that ran again
-        "iterations_run": len(list(run_log.training(job.lines))),
         "seconds": round(time.monotonic() - begin, 1),
-        "others_ended_s": [ended[len(ended) // 2], ended[-1]],  # median and largest
         "each": [asdict(each) for each in done],
         "format": options.format,
     }

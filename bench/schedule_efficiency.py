@@ -47,34 +47,19 @@ ALL = (*OURS, "megatron-interleaved", *PEERS)
 def options() -> Namespace:
     parser = new_parser(__doc__, "schedule_efficiency")
     option = parser.add_argument
-    option("--stages", type=numbers, default=[8], metavar="D,...")
-    option(
-        "--microbatches",
-        type=words,
-        default=["1x"],
-        metavar="M,...",
-        help="numbers, or multiples of the stages: 1x,2x",
-    )
+    option("--stages", type=numbers, default=[8])
+    meaning = "numbers, or multiples of the stages: 1x,2x"
+    option("--microbatches", type=words, default=["1x"], help=meaning)
     option("--width", type=int, default=1, help="data-parallel pipelines")
     option("--real", action="store_true", help="compute, do not sleep")
     option("--forward-ms", type=float, default=100)
     option("--backward-ms", type=float, default=200)
-    option(
-        "--step-ms",
-        type=numbers,
-        default=[],
-        metavar="N,...",
-        help="of the optimizer: a row for each, and for 0",
-    )
+    meaning = "of the optimizer: a row for each, and for 0"
+    option("--step-ms", type=numbers, default=[], help=meaning)
     known = names_of(ALL)
-    option("--schedules", type=known, metavar="NAME,...", help="default: all")
+    option("--schedules", type=known, help="default: all")
     option("--iterations", type=int, default=9)
-    option(
-        "--flags",
-        default="",
-        metavar="FLAGS;...",
-        help="of Megatron: a row for each set",
-    )
+    option("--flags", default="", help="of Megatron, by ;: a row for each set")
     chosen = parser.parse_args()
     if chosen.iterations < 7:
         parser.error(
@@ -132,13 +117,11 @@ def measure(
     ideal = microbatches * (forward + backward)
     # without pipelining an iteration takes `stages` times as long
     patience = 720 + chosen.iterations * (3 * ideal * stages + step / 1e3)
-    clip = 0.0
     if schedule in PEERS:
         sizes = (schedule, stages, microbatches, forward, backward, chosen.iterations)
         runs = run_world(stages, train_with_torch, *sizes, timeout=patience)
     else:
         argv = command(schedule, stages, microbatches, chosen, flags)
-        clip = float(argv[argv.index("--clip-grad") + 1])
         limited = schedule == "limit"
         arguments = (argv, forward, backward, limited, nothing, step / 1e3)
         runs = run_world(stages * chosen.width, train, *arguments, timeout=patience)
@@ -148,17 +131,16 @@ def measure(
         "schedule": schedule,
         "stages": stages,
         "microbatches": microbatches,
-        "width": 1 if schedule in PEERS else chosen.width,
+        "width": chosen.width,
         "forward_ms": chosen.forward_ms,
         "backward_ms": chosen.backward_ms,
         "step_ms": step,
         "iteration_ms": round(milliseconds, 1),
         "ideal_ms": round(ideal, 1),
         "efficiency": round(ideal / milliseconds, 4),
-        "clip_grad": clip,
         "peak_activations": max(run.peak_activations for run in runs),
         "versions": max(run.versions for run in runs),
-        "flags": "" if schedule in PEERS else flags,
+        "flags": flags,
     }
 
 

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 
 from bench.emulated import train
-from bench.servers import ADDRESSES, BUCKET, INTERFACE, MTU, QUEUE, Servers, sent_bytes
+from bench.servers import ADDRESSES, INTERFACE, Servers, sent_bytes
 from bench.tables import Row, new_parser, write_result
 from megatron_2bw.base import run_log
 from megatron_2bw.base.errors import names_of, run_program, words
@@ -67,7 +67,6 @@ SIZES = {
     "hidden": 512,
     "heads": 8,
     "sequence": 128,
-    "micro_batch": 1,
     "microbatches": 8,
 }
 
@@ -78,8 +77,7 @@ def model_of(chosen: Namespace) -> Row:
     sizes = {name: getattr(chosen, name) for name in SIZES}
     shape = (chosen.layers, chosen.hidden, chosen.heads, VOCABULARY, chosen.sequence)
     sizes["parameters"] = Model("any", *shape, tied=False).parameters()
-    numbers = chosen.micro_batch * chosen.sequence * chosen.hidden
-    sizes["message_bytes"] = numbers * FLOAT
+    sizes["message_bytes"] = chosen.sequence * chosen.hidden * FLOAT
     return sizes
 
 
@@ -122,20 +120,15 @@ def options() -> Namespace:
     for name, size in SIZES.items():
         option(f"--{name.replace('_', '-')}", type=int, default=size)
     option("--iterations", type=int, default=3, help="measured at each rate")
-    option(
-        "--sleep-ms",
-        type=floats,
-        default=(0.0, 0.0),
-        metavar="F,B",
-        help="sleep in each forward and backward",
-    )
+    meaning = "sleep in each forward and backward"
+    option("--sleep-ms", type=floats, default=(0.0, 0.0), metavar="F,B", help=meaning)
     return parser.parse_args()
 
 
 def command(chosen: Namespace, variant: str, iterations: int) -> list[str]:
-    text = f"""--untie-embeddings-and-output-weights --micro-batch-size {chosen.micro_batch}
-        --global-batch-size {chosen.micro_batch * chosen.microbatches} --train-iters {iterations}
-        --vocab-size {VOCABULARY - 1} --eval-interval 100000 --log-interval 1 {VARIANTS[variant]}"""
+    text = f"""--untie-embeddings-and-output-weights --global-batch-size {chosen.microbatches}
+        --train-iters {iterations} --vocab-size {VOCABULARY - 1} --eval-interval 100000 --log-interval 1
+        {VARIANTS[variant]}"""
     return gpt_flags(chosen.layers, chosen.hidden, chosen.heads, chosen.sequence, text)
 
 
@@ -168,7 +161,8 @@ def watch(servers: Servers, variant: str, link: Link, chosen: Namespace) -> Row:
     iterations that iteration_ms is the median of; bubble: the share that each stage
     waited, from the log line."""
     copies = 2 if variant == "data" else 1  # of the whole model
-    sleep = [milliseconds / 1e3 * copies for milliseconds in chosen.sleep_ms]
+    forward, backward = chosen.sleep_ms
+    sleep = [forward / 1e3 * copies, backward / 1e3 * copies]
     # the first three fill the pipeline, the last empties it
     count = chosen.iterations + 4
     expected = theory(variant, chosen)
@@ -179,10 +173,11 @@ def watch(servers: Servers, variant: str, link: Link, chosen: Namespace) -> Row:
     servers.limit(limit)
     argv = command(chosen, variant, count)
     results = run_world(2, run, servers, argv, sleep, timeout=timeout)
-    (ends, *_), _ = results
-    took = 1e3 * np.diff(ends[2:-1])
-    sent = np.diff([bytes_[2:-1] for _, bytes_, _ in results]).max(axis=0) / 1e6
-    log = "\n".join(text for *_, text in results)
+    ends, bytes_sent, texts = zip(*results)
+    took = 1e3 * np.diff(ends[0][2:-1])
+    by_server = np.array(bytes_sent)[:, 2:-1]
+    sent = np.diff(by_server).max(axis=0) / 1e6
+    log = "\n".join(texts)
     return {
         "variant": variant,
         "rate": link.rate,
@@ -222,7 +217,10 @@ def megabits(rate: str) -> float | None:
 def compare(rows: list[Row], microbatches: int, links: list[Link]) -> None:
     """Fill in the ratios to the bytes of 2bw and to the unlimited link, and the
     simulated times: the forward half as long as the backward."""
-    ours = {row["rate"]: row["sent_mb"] for row in rows if row["variant"] == "2bw"}
+    ours = {}
+    for row in rows:
+        if row["variant"] == "2bw":
+            ours[row["rate"]] = row["sent_mb"]
     messages = {link.rate: link.message_ms for link in links}
     free = {}  # on the unlimited link, which comes first
     for row in rows:
@@ -246,16 +244,22 @@ def draw(rows: list[Row]) -> Any:
     the theory as black dots."""
     figure = new_figure(8.5, 4)
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
-    names = list(dict.fromkeys(row["variant"] for row in rows))
+    links = {}
+    times = {}  # of each variant, by rate
+    last = {}
+    for row in rows:
+        name = row["variant"]
+        rate = row["measured_mbit"]
+        links[rate] = row["rate"]
+        times.setdefault(name, {})[rate] = row["iteration_ms"] / 1e3
+        last[name] = row
+    names = list(times)
     for place, (name, colour) in enumerate(zip(names, COLOURS)):
-        own = [row for row in rows if row["variant"] == name]
-        rates = [row["measured_mbit"] for row in own]
-        times = [row["iteration_ms"] / 1e3 for row in own]
-        left.plot(rates, times, "o-", color=colour, label=name)
-        bar = right.bar(place, own[-1]["sent_mb"], color=colour)
+        curve = times[name]
+        left.plot(curve.keys(), curve.values(), "o-", color=colour, label=name)
+        bar = right.bar(place, last[name]["sent_mb"], color=colour)
         right.bar_label(bar, fmt="%.3g", fontsize=8)
-        right.plot(place, own[-1]["theory_mb"], "ko", markersize=3)
-    links = {row["measured_mbit"]: row["rate"] for row in rows}
+        right.plot(place, last[name]["theory_mb"], "ko", markersize=3)
     left.set(
         xscale="log",
         xlabel="rate of the link (Mbit/s)",
@@ -287,8 +291,9 @@ def measured_link(servers: Servers, rate: str, chosen: Namespace) -> Link:
 def measure(servers: Servers, chosen: Namespace) -> None:
     """Measure all variants, and write the results after each."""
     load = os.getloadavg()
-    rates = ["unlimited", *(f"{rate:g}" for rate in chosen.rates)]
-    links = [measured_link(servers, rate, chosen) for rate in rates]
+    links = [measured_link(servers, "unlimited", chosen)]
+    for rate in chosen.rates:
+        links.append(measured_link(servers, f"{rate:g}", chosen))
     rows = []
     result = {
         "machine": {
@@ -298,7 +303,6 @@ def measure(servers: Servers, chosen: Namespace) -> None:
         },
         "model": model_of(chosen),
         "sleep_ms": chosen.sleep_ms,
-        "link": {"mtu": MTU, "tbf_burst_bytes": BUCKET, "tbf_limit_bytes": QUEUE},
         "links": [asdict(link) for link in links],
         "rows": rows,
     }

@@ -17,6 +17,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import numpy as np
+
 from megatron_2bw.base.files import new_figure, write_figure, write_json
 
 COLOURS = ("#0072b2", "#bdbdbd", "#e69f00", "#00664c")
@@ -48,7 +50,7 @@ def bar_chart(
     figure = new_figure(7, 0.8 + tall * len(groups))
     axis = figure.subplots()
     for place, (name, values) in enumerate(series.items()):
-        ys = [y + (place + 0.5) * height - 0.42 for y in range(len(groups))]
+        ys = np.arange(len(groups)) + (place + 0.5) * height - 0.42
         colours = COLOURS[place % len(COLOURS)]
         if len(series) == 1:  # 2BW is blue
             colours = [COLOURS["2bw" not in group] for group in groups]

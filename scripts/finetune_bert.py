@@ -56,14 +56,18 @@ def example(task: str, row: Row) -> tuple[Pairs, int]:
     choice."""
     if task == "mnli":
         return [(row["premise"], row["hypothesis"])], row["label"]
+    pairs = []
     if "dataset" not in TASKS[task]:
-        return [(row["text"], ending) for ending in row["endings"]], row["label"]
+        for ending in row["endings"]:
+            pairs.append((row["text"], ending))
+        return pairs, row["label"]
     # RACE: the answer fills the question's gap, else follows it; it comes before the
     # article, as in Megatron's data.
     question = row["question"]
     if "_" not in question:
         question += " _"
-    pairs = [(question.replace("_", text), row["article"]) for text in row["options"]]
+    for text in row["options"]:
+        pairs.append((question.replace("_", text), row["article"]))
     return pairs, "ABCD".index(row["answer"])
 
 
@@ -73,16 +77,18 @@ def load(task: str, name: str | None) -> Any:
     import datasets
 
     spec = TASKS[task]
+    found = {}
     if name is None and "dataset" not in spec:
-        rows = small_task(task)
-        return {split: datasets.Dataset.from_list(rows[split]) for split in rows}
+        for split, rows in small_task(task).items():
+            found[split] = datasets.Dataset.from_list(rows)
+        return found
     if name is None:
         return datasets.load_dataset(spec["dataset"], spec.get("config"))
     if not Path(name).is_dir():
         return datasets.load_dataset(name)
-    splits = ("train", *spec["validation"])
-    files = {split: str(Path(name, f"{split}.jsonl")) for split in splits}
-    return datasets.load_dataset("json", data_files=files)
+    for split in ("train", *spec["validation"]):
+        found[split] = str(Path(name, f"{split}.jsonl"))
+    return datasets.load_dataset("json", data_files=found)
 
 
 def encoded(task: str, rows: Any, tokenizer: Any, length: int) -> Any:
@@ -152,7 +158,8 @@ def tokenizer_of(folder: str) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    cls, sep = tokenizer.cls_token, tokenizer.sep_token
+    cls = tokenizer.cls_token
+    sep = tokenizer.sep_token
     special = [(cls, tokenizer.cls_token_id), (sep, tokenizer.sep_token_id)]
     pair = f"{cls} $A {sep} $B:1 {sep}:1"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -237,11 +244,13 @@ def finetune(options: Namespace, seed: str, data: Any, tokenizer: Any) -> Row:
         if len(splits) > 1:
             accuracy[name] = 100 * sum(right) / len(right)
     accuracy["all"] = 100 * sum(hits) / len(hits)
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    loss = None
+    for entry in trainer.state.log_history:
+        loss = entry.get("loss", loss)
     return {
         "accuracy": accuracy,
         "steps": trainer.state.global_step,
-        "loss": losses[-1] if losses else None,
+        "loss": loss,
         "logits": digest.hexdigest()[:16],
     }
 
@@ -249,8 +258,10 @@ def finetune(options: Namespace, seed: str, data: Any, tokenizer: Any) -> Row:
 def run(options: Namespace) -> int:
     path = options.out / "results.json"
     first = os.environ.get("RANK", "0") == "0"
-    settings = {name: str(value) for name, value in vars(options).items()}
-    del settings["out"], settings["seeds"]
+    settings = {}
+    for name, value in vars(options).items():
+        if name not in ("out", "seeds"):
+            settings[name] = str(value)
     content = {"settings": settings, "seeds": {}}
     if path.exists():
         content = json.loads(path.read_text())

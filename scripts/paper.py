@@ -224,10 +224,6 @@ def write_figure(figure: str, options: Namespace) -> tuple[str, list[Claim]]:
 # --------------------------------------------------------------------------------------
 
 
-def folder(text: str) -> Path:
-    return Path(text).resolve()
-
-
 def parse(words: Sequence[str]) -> Namespace:
     parser = Parser(
         prog="paper.py", description=__doc__.splitlines()[0], allow_abbrev=False
@@ -235,19 +231,13 @@ def parse(words: Sequence[str]) -> Namespace:
     option = parser.add_argument
     meaning = f"of {', '.join(NAMES)} (all)"
     option("--figure", type=names_of(NAMES), default=NAMES, help=meaning)
-    option("--out", type=folder, default=ROOT / "out" / "paper", metavar="DIR")
-    option(
-        "--skip-measurements",
-        action="store_true",
-        help="take the recorded results of the benchmarks",
-    )
-    option(
-        "--collect",
-        type=folder,
-        metavar="DIR",
-        help="add what a figure's jobs measured (scripts/slurm/sweep.py)",
-    )
+    option("--out", type=Path, default=ROOT / "out" / "paper")
+    meaning = "take the recorded results of the benchmarks"
+    option("--skip-measurements", action="store_true", help=meaning)
+    meaning = "add what a figure's jobs measured (scripts/slurm/sweep.py)"
+    option("--collect", type=Path, metavar="DIR", help=meaning)
     options = parser.parse_args(words)
+    options.out = options.out.resolve()
     if options.collect and len(options.figure) > 1:
         parser.error("--collect: give the --figure whose jobs are in it")
     return options

@@ -48,7 +48,7 @@ def flush_cost() -> Judged:
     for d in (4, 8, 64):
         flushed = iteration_time(SCHEDULES["gpipe"], d, d)
         shares.append(flushed / iteration_time(SCHEDULES["2bw"], d, d))
-    text = ", ".join(f"{share:.2f}" for share in shares)
+    text = ", ".join(map("{:.2f}".format, shares))
     return f"{text} at d = m = 4, 8, 64", agrees(2, max(shares))
 
 
@@ -121,15 +121,18 @@ def recompute_larger(found: list[Point]) -> Judged:
         if point.predicted != "OOM":
             way = f"{point.figure} {point.series.split()[-1]}"
             largest[way] = max(largest[way], point.x)
-    none_a, full_a = largest["10a none"], largest["10a full"]
-    none_b, full_b = largest["10b none"], largest["10b full"]
-    holds = full_a > none_a and full_b > none_b and full_b * none_a > full_a * none_b
+    none_a = largest["10a none"]
+    full_a = largest["10a full"]
+    none_b = largest["10b none"]
+    full_b = largest["10b full"]
+    larger = full_a > none_a and full_b > none_b
+    holds = larger and full_b * none_a > full_a * none_b
     return f"10a {none_a} to {full_a}, 10b {none_b} to {full_b}", holds
 
 
 def deeper_larger(found: list[Point]) -> Judged:
     sizes = [point.predicted for point in found if point.series == "2 gradient slots"]
-    text = ", ".join(f"{size:.1f}" for size in sizes)
+    text = ", ".join(map("{:.1f}".format, sizes))
     return f"{text} billion at d = 4 ... 64", sizes == sorted(set(sizes))
 
 
@@ -157,7 +160,9 @@ def ticked(found: list[Point]) -> Judged:
         first = fastest.setdefault(point.figure, point)
         if point.alone > first.alone:
             fastest[point.figure] = point
-    same = sum(point.ticked for point in fastest.values())
+    same = 0
+    for point in fastest.values():
+        same += point.ticked
     return f"{same} of {len(fastest)}", same == len(fastest)
 
 
@@ -317,15 +322,15 @@ def judge_losses(spec: Row, row: Claim, collected: Mapping[str, Row]) -> None:
     unit = "% perplexity"
     runs = {}
     for variant, entry in variants.items():
-        losses = entry["validation_loss"]["by_seed"]
-        gaps = [math.expm1(loss - vanilla[seed]) for seed, loss in losses.items()]
-        # of the recorded runs; megatron-2bw convergence has no lag now
-        if spec["id"] == "lag":
-            unit = "% of the iterations"
-            lags = entry["lag_iterations"]["by_seed"].values()
-            runs[variant] = [100 * lag / content["iterations"] for lag in lags]
-        else:
-            runs[variant] = [100 * gap for gap in gaps]
+        runs[variant] = []
+        for seed, loss in entry["validation_loss"]["by_seed"].items():
+            # of the recorded runs; megatron-2bw convergence has no lag now
+            if spec["id"] == "lag":
+                unit = "% of the iterations"
+                lag = entry["lag_iterations"]["by_seed"][seed]
+                runs[variant].append(100 * lag / content["iterations"])
+            else:
+                runs[variant].append(100 * math.expm1(loss - vanilla[seed]))
     judge_runs(spec, row, runs, unit)
     rate = content["learning_rates"][0]
     row.notes.append(f"a small model, {content['iterations']} iterations at {rate}")

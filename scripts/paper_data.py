@@ -229,13 +229,15 @@ class Run:
         return plan
 
     def row(self) -> Row:
-        row = {
-            name: getattr(self.panel, name) for name in ("figure", "model", "servers")
-        }
-        row |= {name: getattr(self, name) for name in ("system", "batch", "recompute")}
-        for name in ("schedule", "gpus", "tensor", "depth", "width", "microbatch"):
-            row[name] = getattr(self.plan, name)
-        return row | {"round": self.plan.gpipe_round or ""}
+        row = {"round": self.plan.gpipe_round or ""}
+        for owner, names in (
+            (self.panel, "figure model servers"),
+            (self, "system batch recompute"),
+            (self.plan, "schedule gpus tensor depth width microbatch"),
+        ):
+            for name in names.split():
+                row[name] = getattr(owner, name)
+        return row
 
 
 def grid(

@@ -194,7 +194,9 @@ def judge_ratio(spec: Row, row: Claim, found: list[Point]) -> None:
     judged = sorted(shown.values())
     if "every" not in spec:
         judged = judged[-1:]
-    row.holds = bool(judged) and all(agrees(spec["paper"], ratio) for ratio in judged)
+    row.holds = bool(judged)
+    for ratio in judged:
+        row.holds &= agrees(spec["paper"], ratio)
     text = ", ".join(f"{label} {ratio:.2f}" for label, ratio in shown.items())
     row.predicted = text or "no ratio: out of memory"
     if real := ratios(spec, found, "measured"):

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -142,7 +142,9 @@ def submit(options: Namespace) -> int:
     if options.cluster:
         own = on_cluster(own, options.cluster)
     before = stored(options.out) if options.dry_run else _refresh(options.out)
-    words = {run.name: _state(folder).get("status") for run, _, folder in before}
+    words = {}
+    for run, _, folder in before:
+        words[run.name] = _state(folder).get("status")
     runs = []
     for run in grid(own, options.systems, options.micro_batch_size):
         # out of memory is a result
@@ -239,9 +241,10 @@ def rows(out: Path, warm_up: int = WARM_UP) -> list[Row]:
         row |= {"job": job, "run": run.name}
         row |= {"status": state["status"], "reason": state["reason"]}
         if state["status"] == "completed":
-            logs = sorted(folder.glob("start-*-node-*.log"))
-            texts = [path.read_text(errors="replace") for path in logs]
-            row |= measured("\n".join(texts), warm_up)
+            text = ""
+            for path in sorted(folder.glob("start-*-node-*.log")):
+                text += path.read_text(errors="replace") + "\n"
+            row |= measured(text, warm_up)
         table_rows.append(row)
     return table_rows
 
@@ -264,13 +267,16 @@ def measured(text: str, warm_up: int) -> Row:
     if not times:
         return {}
     mean = sum(times) / len(times)
-    losses = [line.loss for line in run_log.validations(text) if line.loss is not None]
+    loss = ""
+    for line in run_log.validations(text):
+        if line.loss is not None:
+            loss = line.loss
     return {
         "samples_per_second": round(1000 * batch / mean, 3),
         "ms_per_iteration": round(mean, 3),
         "iterations": len(times),
         "peak_memory_gib": memory or "",
-        "validation_loss": losses[-1] if losses else "",
+        "validation_loss": loss,
     }
 
 
@@ -286,12 +292,11 @@ def collect(options: Namespace) -> int:
         raise UserError(f"--out {options.out}: nothing was submitted to it")
     write_csv(options.out / "sweep.csv", entries)
     place = itemgetter(*PLACE)
-    fastest = {place(entry): entry for entry in sorted(entries, key=speed)}
-    shown = []
-    for key in sorted(fastest):
-        columns = (*PLACE, "microbatch", "samples_per_second", "status")
-        shown.append({name: fastest[key][name] for name in columns})
-    print(table(shown))
+    columns = (*PLACE, "microbatch", "samples_per_second", "status")
+    fastest = {}
+    for entry in sorted(entries, key=speed):
+        fastest[place(entry)] = {name: entry[name] for name in columns}
+    print(table([fastest[key] for key in sorted(fastest)]))
     print(f"wrote {options.out}/sweep.csv ({len(entries)} runs)")
     return 0
 
@@ -322,7 +327,7 @@ def parse(words: Sequence[str]) -> Namespace:
 
 def _add_submit_flags(command: argparse.ArgumentParser) -> None:
     command.epilog = "Words after -- are Megatron's flags for every run."
-    figures = [name for name, figure in PAPER["figures"].items() if "runs" in figure]
+    figures = [name for name in PAPER["figures"] if panels(name)]
     systems = tuple(SYSTEMS)
     option = command.add_argument
     option(
@@ -352,7 +357,7 @@ def _add_submit_flags(command: argparse.ArgumentParser) -> None:
 
 def _choose_panels(options: Namespace, parser: Parser) -> None:
     names = "model nodes gpus_per_node model_parallel_size batch_sizes"
-    own = [getattr(options, name) for name in names.split()]
+    own = attrgetter(*names.split())(options)
     if options.figure == "11":
         options.panels = largest_panels()
     elif options.figure:
