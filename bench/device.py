@@ -12,8 +12,6 @@ the turns' medians: other programs on the machine only add to it. `host` runs on
 cores of this machine.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

@@ -6,8 +6,6 @@ loop, optimizer, data); each stage's forward and backward also sleeps. The peers
 torch.distributed.pipelining run layers that sleep as long.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field

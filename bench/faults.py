@@ -12,8 +12,6 @@ validation loss, and all tensors of the last checkpoint, are compared with those
 undisturbed run. Writes the JSON. Status 1 if anything was lost or differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import random

@@ -18,8 +18,6 @@ limit, not a part of the time of one process.
 Writes the JSON and a picture of the same name.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -20,8 +20,6 @@ the batch. Writes the JSON and a picture of the same name. Linux, root, iproute2
 each server.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import platform

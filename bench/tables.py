@@ -4,8 +4,6 @@ pictures.
     python bench/tables.py FILE.json ...    # a benchmark's rows, as docs/ has them
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

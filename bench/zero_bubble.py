@@ -5,8 +5,6 @@ They split a backward into the inputs' part B and the weights' part W, and let t
 iterations follow each other without a common step. Nothing of this project runs them.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import Counter, defaultdict

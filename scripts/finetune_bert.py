@@ -18,8 +18,6 @@ settings, and only of seeds that ended normally. An input is [CLS] first [SEP] s
 [SEP], as in Megatron's pretraining.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

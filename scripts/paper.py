@@ -13,8 +13,6 @@ from their recorded results.
 Invariant: all settings and all of the paper's values come from scripts/paper.yaml.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys
@@ -59,7 +57,7 @@ def predicted(
 ) -> list[Point]:
     """The points of a figure under a reading; none if it has no numbers."""
     if figure == "11":
-        return paper_figures.largest_models(collected or {}, reading)
+        return paper_figures.largest_models(reading)
     if "panel" not in FIGURES[figure]:
         return []
     return paper_figures.points(figure, own or panels(figure), collected or {}, reading)

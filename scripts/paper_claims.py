@@ -6,8 +6,6 @@ needs no argument. The others have as arguments what they need: `found`, a figur
 points, or `reading`. Measured claims fill their row.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -5,8 +5,6 @@ Invariant: a claim's number comes from the same plans as the figure's bars; what
 of memory has no speed.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +20,6 @@ from scripts.paper_data import (
     Reading,
     Row,
     Run,
-    Shape,
     cost_of,
     grid,
 )
@@ -220,9 +217,7 @@ def judge_fit(spec: Row, row: Claim, found: list[Point]) -> None:
 
 
 @lru_cache
-def largest_model(
-    depth: int, slots: int, reading: Reading = FIRST
-) -> tuple[float, int, int]:
+def largest_model(depth: int, slots: int, reading: Reading) -> tuple[float, int, int]:
     """(billions of parameters, layers, hidden) of the largest model with equal stages
     that fits on 64 V100."""
     width = 64 // depth
@@ -231,7 +226,7 @@ def largest_model(
     first, last, step = PAPER["figures"]["11"]["hidden"]
     for hidden in range(first, last + 1, step):
         for layers in itertools.count(depth, depth):
-            shape = _shape(layers, hidden)
+            shape = (("layers", layers), ("hidden", hidden), ("heads", HEADS))
             cost = cost_of("gpt-28.3b", 8, reading, shape=shape)
             if not cost.fits(plan):
                 break
@@ -240,35 +235,7 @@ def largest_model(
     return largest
 
 
-def _shape(layers: int, hidden: int) -> Shape:
-    return ("layers", layers), ("hidden", hidden), ("heads", HEADS)
-
-
-def largest_panels() -> list[Panel]:
-    """Figure 11 as runs: at each depth the largest model by `largest_model`, and one
-    layer more on each stage."""
-    panels = []
-    for depth in PAPER["figures"]["11"]["depths"]:
-        _, layers, hidden = largest_model(depth, 2)
-        for count in (layers, layers + depth):
-            panel = Panel(
-                f"11-d{depth}-l{count}",
-                "gpt-28.3b",
-                servers=8,
-                gpus_per_server=8,
-                parallel=depth,
-                batches=(64,),
-                microbatches=(1,),
-                systems=("PipeDream-2BW",),
-                shape=_shape(count, hidden),
-            )
-            panels.append(panel)
-    return panels
-
-
-def largest_models(
-    measured: Mapping[str, Row], reading: Reading = FIRST
-) -> list[Point]:
+def largest_models(reading: Reading) -> list[Point]:
     """Figure 11: for each depth and number of gradient slots, the largest model that
     fits, over the hidden sizes."""
     found = []
@@ -277,11 +244,5 @@ def largest_models(
         series = "1 gradient slot" if slots == 1 else "2 gradient slots"
         point = Point("11", "64 GPUs", series, depth, billions)
         point.plan = f"{layers} layers of {hidden}"
-        for row in measured.values() if slots == 2 else ():
-            if row["depth"] == depth:
-                count = int(row["figure"].rpartition("-l")[2])
-                completed = row["status"] == "completed"
-                ran = billions * count / layers if completed else row["status"]
-                point.measured = max(ran, point.measured or ran, key=_number)
         found.append(point)
     return found

@@ -1,8 +1,6 @@
 """The pictures of the paper's figures with numbers: bars by x, or curves over x, a
 panel for each model and cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,25 +122,20 @@ def draw_placement(path: Path) -> None:
     Megatron's rank orders."""
     from matplotlib.patches import Rectangle
 
-    stages = 4
-    width = servers = 2
     figure = new_figure(9, 3.2)
-    each = stages * width // servers
-    titles = (
-        "Megatron's order: reductions stay inside",
-        "--use-tp-pp-dp-mapping: messages stay inside",
-    )
-    for axes, title in zip(figure.subplots(1, 2), titles):
-        axes.set_title(title, fontsize=10)
-        for rank in range(stages * width):
-            stage, pipeline = divmod(rank, width)
-            if title == titles[1]:
-                pipeline, stage = divmod(rank, stages)
-            y, x = divmod(rank, each)
+    near_reductions, near_messages = figure.subplots(1, 2)
+    near_reductions.set_title("Megatron's order: reductions stay inside", fontsize=10)
+    near_messages.set_title("--use-tp-pp-dp-mapping: messages stay inside", fontsize=10)
+    for axes in (near_reductions, near_messages):
+        for rank in range(8):
+            stage, pipeline = divmod(rank, 2)
+            if axes is near_messages:
+                pipeline, stage = divmod(rank, 4)
+            y, x = divmod(rank, 4)
             axes.add_patch(Rectangle((x, y), 0.9, 0.8, color=f"C{pipeline}", alpha=0.4))
             text = f"rank {rank}\nstage {stage}"
             axes.text(x + 0.45, y + 0.4, text, ha="center", va="center")
-        axes.set(xlim=(-0.1, each), ylim=(servers, -0.1), xticks=[])
+        axes.set(xlim=(-0.1, 4), ylim=(2, -0.1), xticks=[])
         axes.set_yticks([0.4, 1.4], ["server 0", "server 1"])
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)

@@ -8,8 +8,6 @@ answers of the presets and of small sizes, the package as a zip file, and Pyodid
 npm. A browser opens index.html also from the file.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import http.server

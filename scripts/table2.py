@@ -14,8 +14,6 @@ Invariant: table2.json and table2.md in --out show every result in --out, of thi
 and of others.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

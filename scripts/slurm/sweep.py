@@ -10,8 +10,6 @@ Invariant: every submitted run has a row, with the word of its status file.
     python scripts/paper.py --figure 6 --collect out/figure6
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -41,7 +39,6 @@ from megatron_2bw.tools.planner.descriptions.inputs import numbers
 from megatron_2bw.tools.planner.descriptions.model import PRESETS
 from megatron_2bw.tools.slurm import status
 from scripts.paper_data import FIRST, PAPER, SYSTEMS, Panel, Row, Run, grid, panels
-from scripts.paper_figures import largest_panels
 
 COLUMNS = """
     figure model system schedule servers gpus tensor depth width microbatch recompute round batch status reason
@@ -177,8 +174,7 @@ def _submit(run: Run, options: Namespace) -> str:
     folder = options.out / run.name
     variables, command = sbatch(run, folder, options)
     set_aside(folder)
-    state = folder / "status.json"
-    status.write(state, status.Outcome("pending", "submitted"))
+    status.write(folder / "status.json", status.Outcome("pending", "submitted"))
     done = subprocess.run(
         command,
         capture_output=True,
@@ -188,9 +184,8 @@ def _submit(run: Run, options: Namespace) -> str:
         start_new_session=True,  # a terminal's Ctrl-C does not reach sbatch
     )
     if done.returncode:
-        why = f"sbatch does not take {run.name}: {' '.join(done.stderr.split())}"
-        status.write(state, status.Outcome("failed", why[:300]))
-        raise UserError(why)
+        why = " ".join(done.stderr.split())
+        raise UserError(f"sbatch does not take {run.name}: {why}")
     job = done.stdout.strip().split(";")[0]
     write_json(folder / "run.json", {"run": asdict(run), "job": job})
     return job
@@ -330,9 +325,7 @@ def _add_submit_flags(command: argparse.ArgumentParser) -> None:
     figures = [name for name in PAPER["figures"] if panels(name)]
     systems = tuple(SYSTEMS)
     option = command.add_argument
-    option(
-        "--figure", choices=[*figures, "11"], help="of the paper (scripts/paper.yaml)"
-    )
+    option("--figure", choices=figures, help="of the paper (scripts/paper.yaml)")
     option("--cluster", help="of the planner: the figure's GPUs on its servers")
     option("--model", choices=PRESETS, help="instead of a figure, with the next four")
     option("--nodes", type=int, help="servers of a job")
@@ -358,9 +351,7 @@ def _add_submit_flags(command: argparse.ArgumentParser) -> None:
 def _choose_panels(options: Namespace, parser: Parser) -> None:
     names = "model nodes gpus_per_node model_parallel_size batch_sizes"
     own = attrgetter(*names.split())(options)
-    if options.figure == "11":
-        options.panels = largest_panels()
-    elif options.figure:
+    if options.figure:
         options.panels = panels(options.figure)
     elif all(own):
         options.panels = [Panel("own", *own, rounds=False)]

@@ -5,8 +5,6 @@ torch's stream sanitizer watches every run: it ends a run at the first access of
 streams that nothing orders.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -1,7 +1,5 @@
 """Runs of the pipeline and of the reference, and how two of them are compared."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_2bw.base.local_ranks import run_world

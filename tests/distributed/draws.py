@@ -14,8 +14,6 @@ embeddings over stages, tensor ranks, pipelines, larger microbatches) or of the 
 squares (clipping over other stages or shards).
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

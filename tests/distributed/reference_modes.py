@@ -4,8 +4,6 @@ mixed precision, a synchronous start, corrections, experts, PipeDream's rule.
 Loops, accumulation, scaling, clipping and the step are not Megatron's.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass, field

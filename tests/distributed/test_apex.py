@@ -6,8 +6,6 @@ The stand-ins have Apex's arguments, state and arithmetic
 itself needs a GPU and has not been run.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 import types
@@ -231,5 +229,5 @@ def test_fused_gradients_wait_for_their_copies_to_the_host():
     """A tied head is first in a backward, and writes the embedding's gradient, which is
     copied last."""
     argv = command(1, 2, "2bw", "--bf16", **SGD)
-    host = run_world(1, train_fused, [*argv, *HOST.split()])
+    host = run_world(1, train_fused, argv + HOST.split())
     assert_same_runs(host, run_world(1, train_fused, argv))

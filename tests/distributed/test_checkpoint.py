@@ -1,8 +1,6 @@
 """A run that is saved and resumed is the uninterrupted run: bit for bit at the same
 sizes, to rounding at others."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import dataclass
@@ -32,14 +30,15 @@ SAVED = 3
 
 def run_saving(folder, ranks: int, argv, prepare=None, program=train) -> list[Run]:
     """A run that saves after iteration SAVED and goes on; another will start there."""
-    argv = [*argv, "--save", str(folder), "--save-interval", str(SAVED)]
-    runs = run_world(ranks, program, argv, prepare)
+    saves = f"--save {folder} --save-interval {SAVED}"
+    runs = run_world(ranks, program, argv + saves.split(), prepare)
     (folder / TRACKER).write_text(str(SAVED))
     return runs
 
 
 def run_loading(folder, ranks: int, argv, prepare=None, program=train) -> list[Run]:
-    return run_world(ranks, program, [*argv, "--load", str(folder)], prepare)
+    load = f"--load {folder}"
+    return run_world(ranks, program, argv + load.split(), prepare)
 
 
 def interrupted(folder, ranks: int, argv, prepare=None):
@@ -51,7 +50,7 @@ def interrupted(folder, ranks: int, argv, prepare=None):
 def moved(folder, argv: list[str], to_host: bool, **device) -> tuple:
     """`interrupted` on four ranks, whose optimizer moves to the host, or from there.
     device: how the run that keeps it on the device is trained."""
-    on_host = [*argv, "--two-bw-optimizer", "host"]
+    on_host = argv + ["--two-bw-optimizer", "host"]
     if to_host:
         whole = run_saving(folder, 4, argv, **device)
         return whole, run_loading(folder, 4, on_host)
@@ -269,9 +268,8 @@ def test_what_a_checkpoint_holds(saved):
 
 
 def resume(saved: Saved, *flags: str, schedule: str = "2bw") -> Run:
-    argv = [*saved.argv, "--ckpt-step", str(SAVED), *flags]
-    argv += ["--pipeline-schedule", schedule]
-    return run_loading(saved.folder, 2, argv)[-1]
+    words = f"--ckpt-step {SAVED} --pipeline-schedule {schedule}".split()
+    return run_loading(saved.folder, 2, [*saved.argv, *words, *flags])[-1]
 
 
 def without_our_checkpoints(rank: int, argv: list[str], prepare=None) -> Run:
@@ -286,9 +284,9 @@ def without_our_checkpoints(rank: int, argv: list[str], prepare=None) -> Run:
 def test_plain_megatron_reads_it_and_2bw_starts_from_a_plain_one(saved, tmp_path):
     step = f"--ckpt-step {SAVED}"
     argv = command(2, 3, "megatron", step)
-    save = ["--save", str(tmp_path), "--save-interval", str(SAVED)]
+    save = f"--save {tmp_path} --save-interval {SAVED}".split()
     program = without_our_checkpoints
-    plain = run_loading(saved.folder, 2, [*argv, *save], program=program)[-1]
+    plain = run_loading(saved.folder, 2, argv + save, program=program)[-1]
     ours = run_loading(saved.folder, 2, argv)[-1]
     assert plain.iterations == ours.iterations == [4, 5, 6]
     assert plain.losses == ours.losses
@@ -316,9 +314,9 @@ def test_fine_tuning_starts_from_the_newest_weights(saved):
     megatrons = resume(saved, "--finetune", schedule="megatron")
     assert ours.iterations == megatrons.iterations == [1, 2, 3, 4, 5, 6]
     assert ours.losses[0] == megatrons.losses[0], "their first batch runs on them"
-    pretrained = ["--pretrained-checkpoint", str(saved.folder)]
-    argv = [*saved.argv, *pretrained, "--ckpt-step", str(SAVED)]
-    assert run_pipeline(argv, 2)[-1].losses == ours.losses, "without --load"
+    words = f"--pretrained-checkpoint {saved.folder} --ckpt-step {SAVED}"
+    runs = run_pipeline(saved.argv + words.split(), 2)
+    assert runs[-1].losses == ours.losses, "without --load"
 
 
 def no_time_left(model, optimizer) -> None:
@@ -341,9 +339,9 @@ def terminated(model, optimizer) -> None:
     ],
 )
 def test_a_run_that_leaves_early_goes_on(flags, prepare, saved, tmp_path):
-    argv = [*saved.argv, "--save", str(tmp_path), "--save-interval", "1000"]
+    argv = saved.argv + f"--save {tmp_path} --save-interval 1000".split()
     whole = saved.run[-1].losses
-    first = run_loading(tmp_path, 2, [*argv, *flags.split()], prepare)[-1]
+    first = run_loading(tmp_path, 2, argv + flags.split(), prepare)[-1]
     last = first.iterations[-1]
     assert 1 <= last < 6
     assert first.losses == whole[:last]

@@ -1,8 +1,6 @@
 """Context parallelism on the CPU, with an attention that gathers the sequence in place
 of Transformer Engine's."""
 
-from __future__ import annotations
-
 import copy
 import functools
 

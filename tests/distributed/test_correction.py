@@ -4,8 +4,6 @@ the update rule.
 Bitwise, for the reasons that test_update_rule.py gives.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path
@@ -167,10 +165,10 @@ def test_one_plan_for_all_saves(tmp_path):
     """
     flags = f"--ckpt-assume-constant-structure {EXTRAPOLATE}"
     argv = command(2, 2, "2bw", flags, two_bw_sync_iterations=3)
-    whole = run_pipeline([*argv, "--save", str(tmp_path), "--save-interval", "2"], 2)
-    argv += ["--two-bw-sync-iterations", "6"]
-    argv += ["--load", str(tmp_path), "--ckpt-step", "4"]
-    rest = run_pipeline(argv, 2)
+    saves = f"--save {tmp_path} --save-interval 2"
+    whole = run_pipeline(argv + saves.split(), 2)
+    load = f"--two-bw-sync-iterations 6 --load {tmp_path} --ckpt-step 4"
+    rest = run_pipeline(argv + load.split(), 2)
     for run in whole:
         run.losses = run.losses[4:]
     assert len(rest[-1].losses) == 2

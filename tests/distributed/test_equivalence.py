@@ -4,8 +4,6 @@ evaluation, a flush.
 Bitwise where the additions keep their order; the tests say why where they do not.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.distributed.compare import (

@@ -1,8 +1,6 @@
 """Mixtures of experts: the reference's bits, and those of runs that split the same
 model in another way."""
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

@@ -1,8 +1,6 @@
 """The optimizer in host memory, and shards of gradients: the reference's bits, and
 those of the device's two slots."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import threading
@@ -92,7 +90,7 @@ def test_the_device(name, kept):
     argv = command(2, 2, "2bw", flags, width=width)
     ranks = 4 if name == "sequence parallel" else 2 * width
     expected = run_pipeline(argv, ranks, fuse if kept == HOST else None)
-    runs = run_pipeline([*argv, *kept.split()], ranks)
+    runs = run_pipeline(argv + kept.split(), ranks)
     for host, device in zip(runs, expected):
         assert host.losses == device.losses
         assert host.weights

@@ -3,8 +3,6 @@ against two, the distributed optimizer against the plain one; and no stage waits
 another in the training thread, whatever the timing.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import threading

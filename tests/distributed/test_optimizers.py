@@ -6,8 +6,6 @@ package's classes: bit for bit, for the reasons that test_update_rule.py gives. 
 two parts: one for matrices, and Adam or Lion for the rest.
 """
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,8 +1,6 @@
 """The runtime does what the schedule's list says, keeps the limits of the schedule, and
 leaves no message over."""
 
-from __future__ import annotations
-
 import functools
 import threading
 import time

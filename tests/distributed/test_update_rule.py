@@ -9,8 +9,6 @@ microbatch), and not over four stages with clipping (gloo adds four squares in a
 of its own).
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 

@@ -6,8 +6,6 @@ the start and the end of Python are what is tested, `forked` runs the same launc
 ranks that are forked ready.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import subprocess

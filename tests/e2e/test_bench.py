@@ -1,8 +1,6 @@
 """The benchmarks run and write what their users read; what they measure is not tested
 here."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

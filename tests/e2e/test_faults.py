@@ -1,8 +1,6 @@
 """Runs that cannot go on, under torchrun: all ranks end soon, with the cause first, and
 nothing saved is lost."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,8 +1,6 @@
 """A user's own Megatron entry script trains 2BW with three more lines, from the wheel,
 without `launch`."""
 
-from __future__ import annotations
-
 import shutil
 import zipfile
 from pathlib import Path

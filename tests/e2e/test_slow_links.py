@@ -1,8 +1,6 @@
 """bench/slow_links.py between real network namespaces, where they are to be had; what
 it measures is not tested."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -5,8 +5,6 @@ The tree is a copy of the installed package; a source checkout of the tag holds 
 files.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import subprocess

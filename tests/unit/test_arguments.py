@@ -1,8 +1,6 @@
 """Own flags, data and checkpoints: a mistake is answered in one line with its flag;
 what is right is accepted."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_2bw.base.errors import UserError
@@ -43,7 +41,7 @@ def test_a_mistake_is_answered_with_its_flag(
     line, flags, stages, microbatches, schedule
 ):
     changes = {} if microbatches else dict(global_batch_size=None)
-    argv = command(stages, microbatches or 2, schedule, *flags.split(), **changes)
+    argv = command(stages, microbatches or 2, schedule, flags, **changes)
     message = complaint(argv, stages)
     assert message.startswith(line) and "\n" not in message
 
@@ -114,7 +112,7 @@ def test_timers_that_wait_for_the_gpu_allow_one_more_forward_ahead(
         f"--two-bw-extra-warmup {extra} --timing-log-level {level} --two-bw-exchange "
         f"{exchange} --transformer-impl local"
     )
-    message = complaint(command(2, 6, "2bw", *flags.split()), 2)
+    message = complaint(command(2, 6, "2bw", flags), 2)
     assert message is None if fits else message.startswith("--two-bw-extra-warmup")
     message = complaint(command(2, 2, distributed_backend="gloo"), 2)
     assert message.startswith("--distributed-backend gloo")

@@ -1,8 +1,6 @@
 """megatron-2bw: its commands, and what `train` and `evaluate` make of a plan, a YAML
 file and flags."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import signal

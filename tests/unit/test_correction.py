@@ -4,8 +4,6 @@ What a step makes of it is held to the reference in
 tests/distributed/test_correction.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

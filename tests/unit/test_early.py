@@ -5,8 +5,6 @@ answer.
 tests.
 """
 
-from __future__ import annotations
-
 import argparse
 import enum
 import json

@@ -1,7 +1,5 @@
 """Whose error is a cause and whose an effect, and what is said at the end."""
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 import subprocess

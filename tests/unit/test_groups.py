@@ -1,8 +1,6 @@
 """Groups with names of their own, and groups for the step's thread: on one rank, with a
 stand-in for the GPU."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections import Counter

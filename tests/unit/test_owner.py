@@ -1,8 +1,6 @@
 """One run owns a folder of checkpoints: a second one is refused, a dead one's claim is
 free."""
 
-from __future__ import annotations
-
 import errno
 import subprocess
 import sys

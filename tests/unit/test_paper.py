@@ -1,8 +1,6 @@
 """The paper's figures: the data file, the rows of the report, the command line. Nothing
 is trained."""
 
-from __future__ import annotations
-
 import csv
 import json
 import sys

@@ -1,8 +1,6 @@
 """The core on plain torch, one thread a stage: the reference's bits under random
 timings of everything that waits."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The check of a loss: the host looks at it when the next one is launched."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from unittest import mock

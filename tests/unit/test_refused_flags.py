@@ -1,8 +1,6 @@
 """Flags that a run cannot honour are refused by name in their scope only; what a
 schedule does without is named."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,8 +1,6 @@
 """Weight stores: a microbatch's backward must see the storage of its forward, whatever
 its operators save."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
