@@ -17,7 +17,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from bench.planner_checks import PAPER as SPACE
 from bench.planner_checks import best, throughput
@@ -96,8 +100,9 @@ def version_formula() -> Judged:
         for stage, iteration in itertools.product(range(d), range(5)):
             for action in SCHEDULES["2bw"].actions(shape, stage, iteration):
                 if action.kind in (F, B):
+                    batch = action.microbatch // m
                     passes += 1
-                    wrong += action.version != max(action.microbatch // m - 1, 0)
+                    wrong += action.version != max(batch - 1, 0)
     return f"{wrong} of {passes} passes differ", not wrong
 
 
@@ -142,26 +147,26 @@ def largest(found: list[Point]) -> Judged:
 
 
 def table_values(found: list[Point]) -> Judged:
-    wrong = []
+    texts = [""]
+    right = 0
     for point in found:
-        if not agrees(point.paper, point.alone):
-            share = point.alone / point.paper
-            model = point.panel.split()[0]
-            wrong.append(f"{model} {point.x}: {share:.2f} of the paper's")
-    right = f"{len(found) - len(wrong)} of {len(found)}"
-    return "; ".join([right, *wrong]), not wrong
+        if agrees(point.paper, point.alone):
+            right += 1
+            continue
+        share = point.alone / point.paper
+        model = point.panel.split()[0]
+        texts.append(f"{model} {point.x}: {share:.2f} of the paper's")
+    texts[0] = f"{right} of {len(found)}"
+    return "; ".join(texts), right == len(found)
 
 
 def ticked(found: list[Point]) -> Judged:
     fastest = {}
-    for point in found:
-        first = fastest.setdefault(point.figure, point)
-        if point.alone > first.alone:
-            fastest[point.figure] = point
-    same = 0
-    for point in fastest.values():
-        same += point.ticked
-    return f"{same} of {len(fastest)}", same == len(fastest)
+    for point in sorted(found, key=attrgetter("alone")):
+        fastest[point.figure] = point.ticked
+    same = sum(fastest.values())
+    count = len(fastest)
+    return f"{same} of {count}", same == count
 
 
 def chosen(reading: Reading) -> Judged:
@@ -169,31 +174,35 @@ def chosen(reading: Reading) -> Judged:
     texts = []
     same = 0
     for run in grid(panels("table1"), reading=reading):
-        if run.panel.ticked:
-            own = best(run.cost, SPACE)
-            same += (own.width, own.depth) == (run.plan.width, run.plan.depth)
-            kept = best(run.cost, replace(SPACE, depth=(run.plan.depth,)))
-            share = throughput(run.cost, kept) / throughput(run.cost, own)
-            sizes = f"({own.width}, {own.depth}) b {own.microbatch}"
-            texts.append(f"{run.panel.model} {sizes}, the ticked sizes {share:.2f}")
-    return f"{same} of {len(texts)}: {'; '.join(texts)}", same == len(texts)
+        if not run.panel.ticked:
+            continue
+        cost = run.cost
+        depth = run.plan.depth
+        own = best(cost, SPACE)
+        same += own.depth == depth and own.width == run.plan.width
+        kept = best(cost, replace(SPACE, depth=(depth,)))
+        share = throughput(cost, kept) / throughput(cost, own)
+        sizes = f"({own.width}, {own.depth}) b {own.microbatch}"
+        texts.append(f"{run.panel.model} {sizes}, the ticked sizes {share:.2f}")
+    count = len(texts)
+    listed = "; ".join(texts)
+    return f"{same} of {count}: {listed}", same == count
 
 
 def whole_models(reading: Reading) -> Judged:
-    plans = {
-        "data parallelism": Plan(1, 1, 8, 1, 1, "full", "megatron"),
-        "PipeDream": Plan(1, 8, 1, 1, 1, "full", "pipedream"),
-    }
+    data = []
+    pipedream = []
+    for name in ("gpt-1.3b", "gpt-2.2b", "gpt-3.8b"):
+        cost = cost_of(name, 1, reading)
+        if cost.fits(Plan(1, 1, 8, 1, 1, "full", "megatron")):
+            data.append(name)
+        if cost.fits(Plan(1, 8, 1, 1, 1, "full", "pipedream")):
+            pipedream.append(name)
     texts = []
-    none_fits = True
-    for way, plan in plans.items():
-        fitting = []
-        for name in ("gpt-1.3b", "gpt-2.2b", "gpt-3.8b"):
-            if cost_of(name, 1, reading).fits(plan):
-                fitting.append(name)
-                none_fits = False
-        texts.append(f"{way}: {', '.join(fitting) or 'none'} fits")
-    return "; ".join(texts), none_fits
+    for way, fitting in (("data parallelism", data), ("PipeDream", pipedream)):
+        names = ", ".join(fitting) or "none"
+        texts.append(f"{way}: {names} fits")
+    return "; ".join(texts), not data + pipedream
 
 
 def megatron_8b(reading: Reading) -> Judged:
@@ -218,6 +227,7 @@ def fastest(reading: Reading) -> Judged:
     interleaved stages too."""
     texts = []
     holds = True
+    every = ("2bw", "pipedream-flush", "megatron")
     for name, servers, batch in (
         ("gpt-2.2b", 1, 64),
         ("gpt-2.2b", 8, 2048),
@@ -226,16 +236,20 @@ def fastest(reading: Reading) -> Judged:
         cost = cost_of(name, servers, reading)
         space = replace(SPACE, batch=batch, virtual=None, extra_warmup=reading.ahead)
         speeds = {}
-        schedules = ("2bw", "pipedream-flush", "megatron")
-        for schedule in schedules:
+        shown = []
+        for schedule in every:
             plan = best(cost, replace(space, schedules=(schedule,)))
             if plan:
-                speeds[plan.schedule_name] = throughput(cost, plan)
-        space = replace(space, schedules=schedules)
-        advised = advice.ranked(Search(cost, space), 1)[0][0].schedule_name
-        shown = ", ".join(f"{way} {speed:.1f}" for way, speed in speeds.items())
-        texts.append(f"{name} at {batch}: {shown} samples/s, advised is {advised}")
-        holds &= max(speeds, key=speeds.get).startswith("2bw")
+                speed = throughput(cost, plan)
+                speeds[plan.schedule_name] = speed
+                shown.append(f"{plan.schedule_name} {speed:.1f}")
+        space = replace(space, schedules=every)
+        (first, *_), *_ = advice.ranked(Search(cost, space), 1)
+        listed = ", ".join(shown)
+        advised = f"advised is {first.schedule_name}"
+        texts.append(f"{name} at {batch}: {listed} samples/s, {advised}")
+        fastest = max(speeds, key=speeds.get)
+        holds &= fastest.startswith("2bw")
     return "; ".join(texts), holds
 
 
@@ -275,32 +289,43 @@ def measured_value(spec: Row, rows: Sequence[Row]) -> float:
     return values[0] / values[1] if "ratio" in spec else values[0]
 
 
+def recorded(name: str) -> Row:
+    return json.loads((ROOT / name).read_text())
+
+
 def judge_runs(
     spec: Row,
     row: Claim,
-    runs: Mapping[str, Sequence[float]],
+    runs: Mapping[str, Any],
     unit: str,
 ) -> None:
     """Fills the row with mean and interval of 95 % of each label's values. That of 2bw
     decides."""
     notes = []
     for label, values in runs.items():
+        count = len(values)
         mean = statistics.fmean(values)
-        half = T95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+        error = statistics.stdev(values) / math.sqrt(count)
+        half = T95[count] * error
         text = f"{mean:+.2f} ± {half:.2f}"
         if label == "2bw":
             row.here = f"{text} {unit}"
             row.holds = _holds(spec, mean, half)
         else:
             notes.append(f"{label}: {text}")
-    row.notes += [f"{len(values)} seeds", *notes]
+    row.notes += [f"{count} seeds", *notes]
 
 
 def _holds(spec: Row, mean: float, half: float) -> bool | None:
     """Whether the interval lies below spec["most"] and the tolerance, or above
     spec["least"]; None if it has values on both sides."""
-    side, bound = (1, spec["most"]) if "most" in spec else (-1, spec["least"])
-    beyond = side * (mean - bound) - PAPER["tolerance"] * abs(bound)
+    if "most" in spec:
+        bound = spec["most"]
+        beyond = mean - bound
+    else:
+        bound = spec["least"]
+        beyond = bound - mean
+    beyond -= PAPER["tolerance"] * abs(bound)
     return None if abs(beyond) < half else beyond <= 0
 
 
@@ -314,7 +339,7 @@ def judge_losses(spec: Row, row: Claim, collected: Mapping[str, Row]) -> None:
     one = real.get((spec["vanilla"], "pipedream-flush"))
     if one and two:
         row.on_cluster = f"{100 * (math.exp(two - one) - 1):+.2f} % perplexity"
-    content = json.loads((ROOT / PAPER["convergence"][spec["task"]]).read_text())
+    content = recorded(PAPER["convergence"][spec["task"]])
     variants = {entry["variant"]: entry for entry in content["summary"]}
     vanilla = variants.pop("vanilla")["validation_loss"]["by_seed"]
     unit = "% perplexity"
@@ -337,14 +362,13 @@ def judge_losses(spec: Row, row: Claim, collected: Mapping[str, Row]) -> None:
 def judge_accuracy(spec: Row, row: Claim) -> None:
     """Table 2 in small: points of accuracy above vanilla's, of the same pretraining and
     finetuning seeds."""
-    table2 = json.loads((ROOT / "docs" / "table2.json").read_text())["rows"]
+    task = spec["task"]
     accuracies = {}
-    for entry in table2:
-        if entry["task"] == spec["task"]:
-            accuracies[entry["label"]] = entry["runs"].values()
+    for entry in recorded("docs/table2.json")["rows"]:
+        if entry["task"] == task:
+            accuracies[entry["label"]] = np.array([*entry["runs"].values()])
     vanilla = accuracies.pop("vanilla")
     gains = {}
     for label, values in accuracies.items():
-        pairs = zip(values, vanilla, strict=True)
-        gains[label] = [value - other for value, other in pairs]
-    judge_runs(spec, row, gains, f"points in `{spec['task']}`")
+        gains[label] = values - vanilla
+    judge_runs(spec, row, gains, f"points in `{task}`")
