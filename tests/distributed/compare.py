@@ -68,9 +68,11 @@ def assert_same(runs: list[Run], expected: Run, tolerance: float = 0) -> None:
 
 def assert_same_losses(runs, others, tolerance: float = 0) -> None:
     """The runs of the last ranks."""
-    found = torch.stack(runs[-1].losses)
-    expected = torch.stack(others[-1].losses)
-    assert_close(found, expected, "losses", tolerance)
+    assert_close_losses(runs[-1].losses, others[-1].losses, tolerance)
+
+
+def assert_close_losses(found: list, expected: list, tolerance: float) -> None:
+    assert_close(torch.stack(found), torch.stack(expected), "losses", tolerance)
 
 
 def assert_close(found, expected, name: str, tolerance: float) -> None:
@@ -88,6 +90,8 @@ def assert_same_runs(runs: list[Run], others: list[Run], tolerance: float = 0) -
     assert_same(runs, other, tolerance)
 
 
-def assert_equal_replicas(first: Run, second: Run) -> None:
-    for name, value in first.weights.items():
-        assert torch.equal(value, second.weights[name]), "the replicas have drifted"
+def assert_equal_weights(run: Run, other: Run) -> None:
+    """Of two ranks, by the names on both."""
+    assert run.weights.keys() == other.weights.keys()
+    for name, weight in run.weights.items():
+        assert torch.equal(other.weights[name], weight), name

@@ -14,7 +14,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron_2bw.base.local_ranks import WorldError, run_world
 from megatron_2bw.mcore.checkpoints import owner
 from megatron_2bw.mcore.checkpoints.folder import TRACKER
-from tests.distributed.compare import run_pipeline
+from tests.distributed.compare import (
+    assert_close_losses,
+    assert_equal_weights,
+    run_pipeline,
+)
 from tests.distributed.test_update_rule import SCALE, poison
 from tests.distributed.training import BERT, Run, command, train
 
@@ -67,12 +71,6 @@ def assert_goes_on(whole: list[Run], rest: list[Run]) -> None:
         done = SAVED * (len(before.losses) // 6)  # a BERT has two losses
         assert after.losses == before.losses[done:]
         assert_equal_weights(before, after)
-
-
-def assert_equal_weights(run: Run, other: Run) -> None:
-    assert run.weights.keys() == other.weights.keys()
-    for name, weight in run.weights.items():
-        assert torch.equal(other.weights[name], weight), name
 
 
 # Stages, microbatches, width; flags.
@@ -219,9 +217,7 @@ def test_other_sizes(flags, resumed, tmp_path):
     for start, sizes in resumed:  # the second from what the first has saved
         rest = run(load=f"--load {tmp_path} --ckpt-step {start}", **sizes)
         assert rest.iterations == list(range(start + 1, 7))
-        torch.testing.assert_close(
-            torch.stack(rest.losses), torch.stack(whole[start:]), rtol=2e-6, atol=0
-        )
+        assert_close_losses(rest.losses, whole[start:], 2e-6)
 
 
 # --- flags that say what is loaded, and ways to leave

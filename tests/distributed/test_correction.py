@@ -6,17 +6,17 @@ Bitwise, for the reasons that test_update_rule.py gives.
 
 import functools
 import re
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
+from bench.faults import tensors
 from megatron_2bw.base.local_ranks import run_world
+from megatron_2bw.mcore.checkpoints.folder import checkpoint_name
 from tests.distributed.compare import (
     SGD,
     UNTIED,
-    assert_equal_replicas,
+    assert_equal_weights,
     assert_same,
     assert_same_runs,
     check_rule,
@@ -132,7 +132,7 @@ def test_a_skipped_step_with_the_distributed_optimizer_and_evaluations():
     assert runs[0].skipped == plain[0].skipped
     assert 1 in plain[0].skipped
     assert_same_runs(runs[0::2], plain[0::2])
-    assert_equal_replicas(runs[0], runs[1])
+    assert_equal_weights(runs[0], runs[1])
 
 
 # Stages, microbatches, width; flags.
@@ -204,25 +204,15 @@ def evaluated(rank: int, argv: list[str]) -> Run:
     return run
 
 
-def model_in(checkpoint: Path) -> dict[str, torch.Tensor]:
-    reader = dcp.FileSystemReader(checkpoint)
-    tensors = {}
-    for name, entry in reader.read_metadata().state_dict_metadata.items():
-        if hasattr(entry, "size") and not name.startswith(("optimizer", "two_bw")):
-            tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
-
-
-def saved_weight(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+def saved_weight(saved: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """The checkpoint has the layers of a kind in one tensor, and norms with linears."""
     key = re.sub(r"layers\.\d+\.", "layers.", name)
     key = key.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
     key = key.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
     number = re.search(r"layers\.(\d+)\.", name)
     if number:
-        return tensors[key][int(number[1])]
-    return tensors[key]
+        return saved[key][int(number[1])]
+    return saved[key]
 
 
 @pytest.mark.proof("")
@@ -238,9 +228,9 @@ def test_evaluation_and_checkpoint_have_the_true_weights(precision, tmp_path):
     runs = run_world(2, evaluated, argv)
     argv = command(1, 4, "2bw", *model, train_iters=SAVED, lr_decay_iters=6)
     expected = run_reference(runs, argv, 4, factor=1.0)
-    tensors = model_in(tmp_path / f"iter_{SAVED:07d}")
+    saved = tensors(tmp_path / checkpoint_name(SAVED))
     for name, value in expected.weights.items():
-        assert torch.equal(saved_weight(tensors, name), value), name
+        assert torch.equal(saved_weight(saved, name), value), name
 
     load = f"--load {tmp_path} --ckpt-step {SAVED} --finetune --skip-train"
     alone = command(2, 4, "megatron", *model, evaluate, load)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.compare import (
     UNTIED,
-    assert_equal_replicas,
+    assert_equal_weights,
     assert_same_losses,
     assert_same_runs,
     run_pipeline,
@@ -61,7 +61,7 @@ def test_width(flags, overlap):
     the batch's last backward."""
     flags = (UNTIED, NO_BIAS, flags)
     runs = run_pipeline(command(2, 2, "2bw", *flags, overlap, width=2), 4)
-    assert_equal_replicas(runs[0], runs[1])
+    assert_equal_weights(runs[0], runs[1])
     assert_same_runs(runs[0::2], two_stages(*flags), tolerance=1e-6)
 
 

@@ -12,16 +12,12 @@ from megatron_2bw.base.local_ranks import WorldError, run_world
 from tests.distributed.compare import (
     SGD,
     UNTIED,
+    assert_equal_weights,
     assert_same_runs,
     check_rule,
     run_pipeline,
 )
-from tests.distributed.test_checkpoint import (
-    DROPOUT,
-    assert_equal_weights,
-    assert_goes_on,
-    moved,
-)
+from tests.distributed.test_checkpoint import DROPOUT, assert_goes_on, moved
 from tests.distributed.test_update_rule import POISONED, SCALE, poison
 from tests.distributed.training import Run, command, delayed, train
 
