@@ -73,8 +73,8 @@ def judge(spec: Row, row: Claim, found: list[Point], reading: Reading) -> None:
         paper_claims.judge_held(spec, row)
     elif check := getattr(paper_claims, spec["id"].replace("-", "_"), None):
         inputs = {"found": found, "reading": reading}
-        names = inspect.signature(check).parameters
-        row.predicted, row.holds = check(**{name: inputs[name] for name in names})
+        arguments = map(inputs.get, inspect.signature(check).parameters)
+        row.predicted, row.holds = check(*arguments)
 
 
 def judged(
@@ -241,12 +241,16 @@ def parse(words: Sequence[str]) -> Namespace:
     return options
 
 
+def holding(claims: list[Claim]) -> int:
+    return [claim.holds for claim in claims].count(True)
+
+
 def run(options: Namespace) -> int:
     texts = []
     claims = []
     for figure in options.figure:
         text, rows = write_figure(figure, options)
-        held = sum(row.holds is True for row in rows)
+        held = holding(rows)
         print(f"{title(figure)}: {held} of {len(rows)} claims hold", flush=True)
         texts.append(text)
         claims += rows
@@ -271,7 +275,7 @@ def head(claims: list[Claim]) -> str:
         measured.append(textwrap.fill(item, 118, subsequent_indent="  "))
     return HEAD.format(
         count=len(claims),
-        held=sum(row.holds is True for row in claims),
+        held=holding(claims),
         tolerance=PAPER["tolerance"],
         listed=markdown(counts.values()),
         turning=sum(bool(row.turns) for row in claims),

@@ -262,4 +262,5 @@ def grid(
 
 def panels(figure: str) -> list[Panel]:
     """The runs of a figure or table of paper.yaml; none if nothing of it is trained."""
-    return [Panel.of(entries) for entries in PAPER["figures"][figure].get("runs", ())]
+    runs = PAPER["figures"][figure].get("runs", ())
+    return list(map(Panel.of, runs))

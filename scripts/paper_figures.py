@@ -170,14 +170,20 @@ def ratios(
         number = _number(getattr(point, value))
         numbers[place] = max(numbers.get(place, -1.0), number)
     one, two = spec["ratio"]
-    fixed = isinstance(one, list)
     ratio = {}
     for figure, _, x in numbers:
-        over = numbers.get((figure, *one) if fixed else (figure, one, x), -1.0)
-        under = numbers.get((figure, *two) if fixed else (figure, two, x), -1.0)
-        counts = figure in spec["panels"] and x in spec.get("at", [x])
-        if counts and over > 0 and under > 0:
-            ratio[figure, "" if fixed else x] = over / under
+        if figure not in spec["panels"] or x not in spec.get("at", [x]):
+            continue
+        first = (figure, one, x)
+        second = (figure, two, x)
+        if isinstance(one, list):
+            first = (figure, *one)
+            second = (figure, *two)
+            x = ""
+        over = numbers.get(first, -1.0)
+        under = numbers.get(second, -1.0)
+        if over > 0 and under > 0:
+            ratio[figure, x] = over / under
     return ratio
 
 
@@ -185,7 +191,8 @@ def judge_ratio(spec: Row, row: Claim, found: list[Point]) -> None:
     """Fills the row. The largest ratio decides, as `up to` does in the text; with
     `every`, all of them. The row shows the largest of each panel."""
     shown = {}
-    for (panel, x), ratio in ratios(spec, found, spec.get("of", "predicted")).items():
+    value = spec.get("of", "predicted")
+    for (panel, x), ratio in ratios(spec, found, value).items():
         label = f"{panel} at {x}" if "every" in spec and x else panel
         shown[label] = max(shown.get(label, 0.0), ratio)
     judged = sorted(shown.values())
@@ -239,7 +246,8 @@ def largest_models(reading: Reading) -> list[Point]:
     """Figure 11: for each depth and number of gradient slots, the largest model that
     fits, over the hidden sizes."""
     found = []
-    for slots, depth in itertools.product((1, 2), PAPER["figures"]["11"]["depths"]):
+    depths = PAPER["figures"]["11"]["depths"]
+    for slots, depth in itertools.product((1, 2), depths):
         billions, layers, hidden = largest_model(depth, slots, reading)
         series = "1 gradient slot" if slots == 1 else "2 gradient slots"
         point = Point("11", "64 GPUs", series, depth, billions)

@@ -297,7 +297,10 @@ def refusals(_rank: int, draws: list[Draw], folder: Path) -> list[str]:
             global_vars.unset_global_variables()
         return ""
 
-    return [refusal(draw.base) or refusal(draw.base | draw.change) for draw in draws]
+    lines = []
+    for draw in draws:
+        lines.append(refusal(draw.base) or refusal(draw.base | draw.change))
+    return lines
 
 
 class Refused(Exception):

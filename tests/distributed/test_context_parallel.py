@@ -35,7 +35,8 @@ class Gathered(torch.autograd.Function):
 
 def part_of(whole: torch.Tensor, group) -> torch.Tensor:
     chunks = whole.chunk(2 * group.size())
-    return torch.cat([chunks[group.rank()], chunks[-1 - group.rank()]])
+    rank = group.rank()
+    return torch.cat([chunks[rank], chunks[-1 - rank]])
 
 
 def train_in_parts(rank: int, argv: list[str]) -> Run:

@@ -143,7 +143,8 @@ def test_heads_that_predict_several_tokens(stages, flags, tolerance):
         **poisoned,
         **SCALE,
     )
-    assert len(runs[-1].events) == 12 == len({*runs[-1].events})
+    losses = runs[-1].events
+    assert len(losses) == len(set(losses)) == 12
 
 
 def losses_of_heads(run, model) -> None:

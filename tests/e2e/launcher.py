@@ -98,6 +98,12 @@ def program(*words: object, **options) -> subprocess.Popen[str]:
     )
 
 
+def output_of(run: subprocess.CompletedProcess[str]) -> str:
+    """Standard output of a run that must have succeeded."""
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-4000:]
+    return run.stdout
+
+
 def end(
     process: subprocess.Popen[str], timeout: float = 150
 ) -> subprocess.CompletedProcess[str]:

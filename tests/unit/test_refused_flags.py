@@ -106,7 +106,8 @@ def test_what_a_schedule_does_without_is_accepted_with_one_line(capsys):
     (line,) = capsys.readouterr().out.splitlines()
     # Megatron's own schedule has all others
     assert "--log-straggler" in line and "--use-sharp" not in line
-    assert complaint(command(2, 2, "2bw"), 2) is None and capsys.readouterr().out == ""
+    assert complaint(command(2, 2, "2bw"), 2) is None
+    assert capsys.readouterr().out == ""
     for schedule, on in (("2bw", False), ("pipedream-flush", True), ("megatron", True)):
         args = parse(command(2, 2, schedule, *WITHOUT_EFFECT), 2)
         leave_out(args)
