@@ -35,7 +35,7 @@ import torch
 
 from megatron_2bw.base.local_ranks import WorldError, run_world
 from megatron_2bw.mcore.checkpoints.folder import TRACKER
-from tests.distributed.compare import UNTIED
+from tests.distributed.compare import UNTIED, assert_equal_weights
 from tests.distributed.training import BERT, TINY, Run, full_weights, train
 
 # Flags and their values as typed, and three words of our own: task, width and
@@ -381,12 +381,6 @@ def run(one: Config, folder: Path, prepare: Any = None) -> list[Run]:
     return runs
 
 
-def assert_equal(found: dict, expected: dict) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), f"{name} differs, but no loss"
-
-
 def distance_of_losses(draw: Draw, first: list[Run], second: list[Run]) -> float:
     """The iterations that the second run has, too; their skipped steps are the
     same."""
@@ -417,9 +411,9 @@ def compare(draw: Draw, limit: float, first: list[Run], second: list[Run]) -> No
     if limit == 0:
         step = replicas(draw.base)
         for rank in range(step):
-            assert_equal(
-                full_weights(second[rank::step]), full_weights(first[rank::step])
-            )
+            found = Run(weights=full_weights(second[rank::step]))
+            expected = Run(weights=full_weights(first[rank::step]))
+            assert_equal_weights(found, expected)
 
 
 def kill_later(rank: int, seconds: float, model: Any, optimizer: Any) -> None:

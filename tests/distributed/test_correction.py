@@ -126,9 +126,10 @@ def test_skipped_step(sync, correction, ahead):
 
 def test_a_skipped_step_with_the_distributed_optimizer_and_evaluations():
     changes = dict(width=2, clip_grad=0, **SCALE)
-    plain = run_pipeline(command(2, 2, "2bw", "--fp16", AUTO, **changes), 4, poison)
-    sharded = ("--fp16", SHARDED, OVERLAP, EVALUATED)
-    runs = run_pipeline(command(2, 2, "2bw", *sharded, AUTO, **changes), 4, poison)
+    argv = command(2, 2, "2bw", "--fp16", AUTO, **changes)
+    plain = run_pipeline(argv, 4, poison)
+    sharded = f"{SHARDED} {OVERLAP} {EVALUATED}"
+    runs = run_pipeline(argv + sharded.split(), 4, poison)
     assert runs[0].skipped == plain[0].skipped
     assert 1 in plain[0].skipped
     assert_same_runs(runs[0::2], plain[0::2])
@@ -234,4 +235,5 @@ def test_evaluation_and_checkpoint_have_the_true_weights(precision, tmp_path):
 
     load = f"--load {tmp_path} --ckpt-step {SAVED} --finetune --skip-train"
     alone = command(2, 4, "megatron", *model, evaluate, load)
-    assert runs[-1].events[0] == run_world(2, evaluated, alone)[-1].events[0]
+    megatron = run_world(2, evaluated, alone)
+    assert runs[-1].events[0] == megatron[-1].events[0]

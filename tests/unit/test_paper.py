@@ -2,6 +2,7 @@
 is trained."""
 
 import csv
+import itertools
 import json
 import sys
 
@@ -30,12 +31,14 @@ def test_every_claim_can_be_judged(figure):
 @pytest.mark.parametrize("figure", TRAINED)
 def test_every_run_is_legal_and_has_a_name_of_its_own(figure):
     runs = grid(panels(figure))
-    assert runs and len({run.name for run in runs}) == len(runs)
+    names = {run.name for run in runs}
+    assert len(names) == len(runs) > 0
     for run in runs:
         plan = run.plan
         model = PRESETS[run.panel.model]
         heads = dict(run.panel.shape).get("heads", model.heads)
-        assert (plan.gpus, plan.global_batch) == (run.panel.gpus, run.batch), run.name
+        assert plan.gpus == run.panel.gpus, run.name
+        assert plan.global_batch == run.batch
         assert model.layers % plan.depth == heads % plan.tensor == 0
         assert plan.schedule != "2bw" or plan.microbatches >= plan.depth
 
@@ -98,7 +101,7 @@ def test_a_larger_memory_turns_the_verdict(tmp_path, monkeypatch):
 
 def test_a_worse_loss_turns_the_verdict(tmp_path, monkeypatch):
     assert verdicts("5", tmp_path)[0] is True
-    content = json.loads((paper.ROOT / PAPER["convergence"]["gpt"]).read_text())
+    content = paper_claims.recorded(PAPER["convergence"]["gpt"])
     for entry in content["summary"]:
         if entry["variant"] == "2bw":
             losses = entry["validation_loss"]["by_seed"]
@@ -117,9 +120,10 @@ def by_place(points: list[Point]) -> dict[tuple, Point]:
 def test_a_bar_is_the_fastest_microbatch_that_fits():
     own = [panel for panel in panels("6") if panel.figure == "6a"]
     bars = by_place(paper_figures.points("6", own, {}))
-    assert set(bars) == {(system, batch) for system in SYSTEMS for batch in (64, 256)}
+    assert set(bars) == set(itertools.product(SYSTEMS, (64, 256)))
     best = bars["PipeDream-2BW", 64]
-    assert best.plan.endswith("b8") and best.predicted > 0 and best.gib < best.room
+    assert best.plan.endswith("b8")
+    assert best.predicted > 0 and best.gib < best.room
     speeds = {}
     for run in grid(own, ["PipeDream-2BW"]):
         if run.batch == 64:

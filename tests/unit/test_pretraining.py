@@ -54,7 +54,8 @@ def test_the_host_waits_for_a_loss_when_the_next_one_is_launched(losses):
     for training in (True, True, True, False, False, True, True, True):
         losses.check(a_loss(training=training))
         counts.append(len(losses.waited))
-    assert counts == [0, 1, 3, 4, 5, 5, 6, 8] and losses.waited == list(range(8))
+    assert counts == [0, 1, 3, 4, 5, 5, 6, 8]
+    assert losses.waited == list(range(8))
 
 
 @pytest.mark.parametrize(
