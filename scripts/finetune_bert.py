@@ -253,7 +253,7 @@ def finetune(options: Namespace, seed: str, data: Any, tokenizer: Any) -> Row:
     }
 
 
-def run(options: Namespace) -> int:
+def run(options: Namespace) -> None:
     path = options.out / "results.json"
     first = os.environ.get("RANK", "0") == "0"
     settings = {}
@@ -285,7 +285,6 @@ def run(options: Namespace) -> int:
         accuracy = results[seed]["accuracy"].items()
         parts = ", ".join(f"{name} {value:.2f} %" for name, value in accuracy)
         print(f"finetune_bert.py: {options.task} seed {seed}: {parts}", flush=True)
-    return 0
 
 
 def parse(argv: list[str]) -> Namespace:

@@ -245,7 +245,7 @@ def holding(claims: list[Claim]) -> int:
     return [claim.holds for claim in claims].count(True)
 
 
-def run(options: Namespace) -> int:
+def run(options: Namespace) -> None:
     texts = []
     claims = []
     for figure in options.figure:
@@ -259,7 +259,6 @@ def run(options: Namespace) -> int:
         pages = "report.md"
         write_whole(options.out / pages, "\n".join([head(claims), *texts]))
     print(f"wrote {pages} in {options.out}")
-    return 0
 
 
 def head(claims: list[Claim]) -> str:

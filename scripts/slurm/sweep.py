@@ -132,7 +132,7 @@ def preparations(runs: Sequence[Run], out: Path) -> list[str]:
     return commands
 
 
-def submit(options: Namespace) -> int:
+def submit(options: Namespace) -> None:
     """Submit the runs that are missing or have failed; run.json in a run's folder
     records its job."""
     own = options.panels
@@ -156,7 +156,7 @@ def submit(options: Namespace) -> int:
             for name, value in variables.items():
                 print(f"{name}={shlex.quote(value)}", end=" ")
             print(shlex.join(command))
-        return 0
+        return
     if first:
         raise UserError(
             f"the trainings need data; prepare it first: {' && '.join(first)}"
@@ -166,7 +166,6 @@ def submit(options: Namespace) -> int:
         print(f"{number}/{len(runs)} {run.name}: job {job}", flush=True)
     again = f"python scripts/slurm/sweep.py status --out {options.out}"
     print(f"submitted {len(runs)} runs; {again}")
-    return 0
 
 
 def _submit(run: Run, options: Namespace) -> str:
@@ -216,7 +215,7 @@ def _refresh(out: Path) -> list[tuple[Run, str, Path]]:
     return runs
 
 
-def show(options: Namespace) -> int:
+def show(options: Namespace) -> None:
     counts = Counter()
     for run, job, folder in _refresh(options.out):
         state = _state(folder)
@@ -224,7 +223,6 @@ def show(options: Namespace) -> int:
         print(f"{run.name} (job {job}): {state['status']}, {state['reason']}")
     texts = [f"{counts[word]} {word}" for word in status.WORDS if counts[word]]
     print(", ".join(texts) or f"nothing in {options.out}")
-    return 0
 
 
 def rows(out: Path, warm_up: int = WARM_UP) -> list[Row]:
@@ -279,7 +277,7 @@ def speed(row: Row) -> float:
     return row["samples_per_second"] or 0.0
 
 
-def collect(options: Namespace) -> int:
+def collect(options: Namespace) -> None:
     """Write sweep.csv, and print each system's fastest microbatch, or the word of its
     run."""
     entries = rows(options.out, options.warm_up)
@@ -293,7 +291,6 @@ def collect(options: Namespace) -> int:
         fastest[place(entry)] = {name: entry[name] for name in columns}
     print(table([fastest[key] for key in sorted(fastest)]))
     print(f"wrote {options.out}/sweep.csv ({len(entries)} runs)")
-    return 0
 
 
 def parse(words: Sequence[str]) -> Namespace:
