@@ -96,9 +96,8 @@ def sbatch(
     iterations = panel.iterations or options.train_iters
     training = f"--two-bw-correction none --train-iters {iterations} --lr {PAPER['training']['lr']}"
     if panel.iterations:
-        data = PAPER["data"][kind]["flags"].split()
-        prefix = str(data_prefix(options.out, kind))
-        variables["DATA_ARGS"] = shlex.join(["--data-path", prefix, *data])
+        prefix = options.out / f"openwebtext-{kind}"
+        variables["DATA_ARGS"] = f"--data-path {prefix} {PAPER['data'][kind]}"
         variables["CHECKPOINTS"] = str(folder / "checkpoints")
         variables["RESTARTS"] = "3"
         training += " " + PAPER["training"]["flags"]
@@ -111,25 +110,6 @@ def sbatch(
     words += run.plan.flags(precision)
     # what the user gives comes last
     return variables, [*words, *training.split(), *panel.flags, *options.flags]
-
-
-def data_prefix(out: Path, kind: str) -> Path:
-    return out / f"{PAPER['data']['name']}-{kind}"
-
-
-def preparations(runs: Sequence[Run], out: Path) -> list[str]:
-    """The commands that make the data of whole trainings which are not there yet."""
-    data = PAPER["data"]
-    trained = {PRESETS[run.panel.model].kind for run in runs if run.panel.iterations}
-    commands = []
-    for kind in sorted(trained):
-        prefix = data_prefix(out, kind)
-        if not prefix.with_suffix(".idx").exists():
-            commands.append(
-                f"megatron-2bw preprocess --task {kind} --dataset {data['dataset']} "
-                f"{data[kind]['prepare']} --output-prefix {shlex.quote(str(prefix))}"
-            )
-    return commands
 
 
 def submit(options: Namespace) -> None:
@@ -147,20 +127,13 @@ def submit(options: Namespace) -> None:
         # out of memory is a result
         if words.get(run.name) in (None, "failed", "timeout"):
             runs.append(run)
-    first = preparations(runs, options.out)
     if options.dry_run:
-        for line in first:
-            print(line)
         for run in runs:
             variables, command = sbatch(run, options.out / run.name, options)
             for name, value in variables.items():
                 print(f"{name}={shlex.quote(value)}", end=" ")
             print(shlex.join(command))
         return
-    if first:
-        raise UserError(
-            f"the trainings need data; prepare it first: {' && '.join(first)}"
-        )
     for number, run in enumerate(runs, 1):
         job = _submit(run, options)
         print(f"{number}/{len(runs)} {run.name}: job {job}", flush=True)
