@@ -91,7 +91,7 @@ def assert_same_runs(runs: list[Run], others: list[Run], tolerance: float = 0) -
 
 
 def assert_equal_weights(run: Run, other: Run) -> None:
-    """Of two ranks, by the names on both."""
+    """Two ranks have the same weights, bit for bit."""
     assert run.weights.keys() == other.weights.keys()
     for name, weight in run.weights.items():
         assert torch.equal(other.weights[name], weight), name
