@@ -190,12 +190,16 @@ def open_model(folder: Path, spec: Row) -> Any:
 def last_checkpoint(folder: Path) -> str | None:
     """The newest whole checkpoint: the Trainer writes trainer_state.json last, and a
     kill may have cut it."""
-    newest = (0, None)
+    newest = 0
+    checkpoint = None
     for path in folder.glob("checkpoint-*"):
         with contextlib.suppress(OSError, ValueError):
             json.loads((path / "trainer_state.json").read_text())
-            newest = max(newest, (int(path.name.split("-")[1]), str(path)))
-    return newest[1]
+            step = int(path.name.split("-")[1])
+            if step > newest:
+                newest = step
+                checkpoint = str(path)
+    return checkpoint
 
 
 def finetune(options: Namespace, seed: str, data: Any, tokenizer: Any) -> Row:

@@ -149,7 +149,8 @@ def cost_of(
         cluster = replace(named_cluster("p3.16xlarge"), servers=cluster)
     sizes = {"sequence": 512, **dict(shape)}
     # groups, head_size and ffn follow from heads and hidden
-    model = replace(preset(name), tied=False, groups=0, head_size=0, ffn=0, **sizes)
+    sizes |= {"groups": 0, "head_size": 0, "ffn": 0}
+    model = replace(preset(name), tied=False, **sizes)
     kind = FreeMessages if reading.free else Cost
     cost = kind(model, cluster, precision, margin=reading.margin)
     cost.channels = reading.channels or cost.channels

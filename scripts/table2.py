@@ -78,15 +78,15 @@ def finetune(name: str, folder: Path, task: str, options: Namespace) -> None:
     run([*command, "--seeds", options.seeds, *options.flags])
 
 
-def word_perplexity(name: str, folder: Path, task: str, options: Namespace) -> None:
+def word_perplexity(name: str, folder: Path, options: Namespace) -> None:
     """By lm-eval's task wikitext, whose test articles are WikiText-103's too;
     --wikitext: JSON lines with "page"."""
     import lm_eval
     import torch
 
-    results = options.out / task
+    results = options.out / "wikitext"
     results.mkdir(parents=True, exist_ok=True)
-    tasks = [task]
+    tasks = ["wikitext"]
     if options.wikitext:
         tasks = [str(results / "wikitext.yaml")]
         tasks_of_lm_eval = Path(lm_eval.__file__).parent / "tasks"
@@ -119,24 +119,30 @@ def collect(out: Path) -> list[Row]:
     for path in sorted(out.glob("finetuning/*/*/results.json")):
         task = path.parent.name
         name = path.parents[1].name
-        runs = found[task].setdefault(name.split(".")[0], {})
-        for seed, result in json.loads(path.read_text())["seeds"].items():
+        label = name.partition(".")[0]
+        runs = found[task].setdefault(label, {})
+        seeds = json.loads(path.read_text())["seeds"]
+        for seed, result in seeds.items():
             runs[f"{name} seed {seed}"] = result["accuracy"]["all"]
     for path in sorted(out.glob("wikitext/*.json")):
-        runs = found["wikitext"].setdefault(path.stem.split(".")[0], {})
-        runs[path.stem] = json.loads(path.read_text())["word_perplexity"]
+        label = path.stem.partition(".")[0]
+        runs = found["wikitext"].setdefault(label, {})
+        content = json.loads(path.read_text())
+        runs[path.stem] = content["word_perplexity"]
     rows = []
     for task, results in found.items():
         values = VALUES.get(task, {})
         labels = [*values, *sorted(results)] if results else []
         for label in dict.fromkeys(labels):
             runs = results.get(label, {})
-            row = {"task": task, "label": label, "paper": values.get(label)}
+            row = {"task": task, "label": label}
+            row["paper"] = values.get(label)
             row["runs"] = runs
-            if runs:
-                row["mean"] = statistics.fmean(runs.values())
-            if len(runs) > 1:
-                row["deviation"] = statistics.stdev(runs.values())
+            numbers = runs.values()
+            if numbers:
+                row["mean"] = statistics.fmean(numbers)
+            if len(numbers) > 1:
+                row["deviation"] = statistics.stdev(numbers)
             rows.append(row)
     return rows
 
@@ -161,14 +167,13 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def work(options: Namespace) -> None:
-    todo = []
     for name, folder in options.models:
-        todo += [(finetune, name, folder, task) for task in options.tasks]
+        for task in options.tasks:
+            print(f"table2.py: {name}, {task}", flush=True)
+            finetune(name, folder, task, options)
     for name, folder in options.gpt:
-        todo.append((word_perplexity, name, folder, "wikitext"))
-    for function, name, folder, task in todo:
-        print(f"table2.py: {name}, {task}", flush=True)
-        function(name, folder, task, options)
+        print(f"table2.py: {name}, wikitext", flush=True)
+        word_perplexity(name, folder, options)
     rows = collect(options.out)
     if not rows:
         raise UserError(f"--out {options.out}: no result is there")
