@@ -12,23 +12,20 @@ the turns' medians: other programs on the machine only add to it. `host` runs on
 cores of this machine.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os
-import statistics
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import numpy as np
 import torch
 
-from bench.tables import new_parser, write_result
+from bench.tables import Row, new_parser, write_result
 from megatron_2bw.base.files import read_yaml
 from megatron_2bw.base.local_ranks import run_world
 from megatron_2bw.run.flags.plain_torch import PLAIN_TORCH
@@ -40,6 +37,7 @@ from tests.device import build
 
 SEQUENCE = 512
 FIRST = 4  # iterations before the steady state
+TURNS = 8  # of `launches`
 # Of the planner's CONTEXT, what torch's allocator holds: workspaces of cuBLAS for two
 # streams, and Megatron's buffer.
 WORKSPACES = 2**27
@@ -51,8 +49,6 @@ COUNTERS = (
     "waits",
 )
 PART = 1 << 24  # elements of a tensor of `host`
-
-Row = dict[str, Any]
 
 
 def command(model: Model, plan: Plan, iterations: int = 5) -> list[str]:
@@ -78,10 +74,9 @@ def model_of(name: str) -> Model:
 
 
 def show(row: Row, form: str) -> None:
-    cells = [
-        format(value, form) if isinstance(value, float) else str(value)
-        for value in row.values()
-    ]
+    cells = []
+    for value in row.values():
+        cells.append(format(value, form) if isinstance(value, float) else str(value))
     print(" | ".join(cells))
 
 
@@ -128,40 +123,40 @@ def counted(rank: int, argv: list[str]) -> dict[str, float]:
     """Seconds of the host, launches and waits of all threads, in an iteration after the
     FIRST."""
     device = ctypes.CDLL(None)
-    ends: list[tuple[float, ...]] = []
+    ends = []
 
     def after_step(losses) -> None:
         times = (time.perf_counter(), time.process_time(), time.thread_time())
         ends.append((*times, device.device_launches(), device.device_waits()))
 
     entry.train(argv, after_step=after_step)
-    medians = {}
-    for name, values in zip(COUNTERS, zip(*ends[FIRST:])):
-        steps = [after - before for before, after in zip(values, values[1:])]
-        medians[name] = statistics.median(steps)
-    return medians
+    medians = np.median(np.diff(ends[FIRST:], axis=0), axis=0)
+    return dict(zip(COUNTERS, medians.tolist()))
 
 
-def launches(turns: int, iterations: int) -> list[Row]:
+def launches() -> list[Row]:
     found = []
     model = model_of("gpt-355m")
     for depth in (1, 2):
-        runs: dict[str, list] = {"megatron": [], "2bw": []}
-        for turn in range(turns):
+        runs = {"megatron": [], "2bw": []}
+        for turn in range(TURNS):
             order = list(runs) if turn % 2 else reversed(runs)
             for schedule in order:
                 plan = Plan(1, depth, 1, 1, 8, schedule=schedule)
-                argv = command(model, plan, iterations)
+                argv = command(model, plan, iterations=16)
                 runs[schedule].append(run_world(depth, counted, argv, timeout=900))
         for stage in range(depth):
             for schedule in runs:
-                values = [run[stage] for run in runs[schedule]]
                 row = {"stages": depth, "stage": stage, "schedule": schedule}
-                for name in COUNTERS:
-                    row[name] = min(value[name] for value in values)
+                row |= dict.fromkeys(COUNTERS, math.inf)
+                seconds = []
+                for run in runs[schedule]:
+                    seconds.append(run[stage]["seconds"])
+                    for name in COUNTERS:
+                        row[name] = min(row[name], run[stage][name])
                 if schedule == "megatron":
                     base = row["seconds"]
-                row["turns"] = [value["seconds"] for value in values]
+                row["turns"] = seconds
                 row["microseconds an action"] = 1e6 * row["seconds"] / 16
                 row["over megatron"] = row["seconds"] / base - 1
                 show(row, ".4g")
@@ -197,7 +192,7 @@ def host(parameters: int) -> Row:
         for weights, main in zip(model, mains):
             weights.copy_(main.detach())
 
-    row: Row = {"parameters": parameters, "threads": torch.get_num_threads()}
+    row = {"parameters": parameters, "threads": torch.get_num_threads()}
     parts = {"norm": norm, "clipping": clip, "Adam": adam.step, "conversion": convert}
     for _ in range(3):  # the first time takes memory
         for name, part in parts.items():
@@ -212,11 +207,9 @@ def host(parameters: int) -> Row:
 def main() -> None:
     parser = new_parser(__doc__, "device")
     parser.add_argument("what", choices=("memory", "launches", "host"))
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--iterations", type=int, default=16)
     options = parser.parse_args()
     if options.what == "host":
-        found = [host(parameters) for parameters in (10**8, 10**9)]
+        found = [host(10**8), host(10**9)]
         print(*found, sep="\n")
     else:
         if why := build.missing():
@@ -226,7 +219,7 @@ def main() -> None:
         if options.what == "memory":
             found = memory()
         else:
-            found = launches(options.turns, options.iterations)
+            found = launches()
     again = " ".join(["python", *sys.argv])
     write_result(options.json, {"again": again, "rows": found})
 

@@ -6,14 +6,11 @@ loop, optimizer, data); each stage's forward and backward also sleeps. The peers
 torch.distributed.pipelining run layers that sleep as long.
 """
 
-from __future__ import annotations
-
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -43,8 +40,7 @@ def iteration_seconds(runs: list[Observed]) -> float:
 
     The first three iterations fill the pipeline and load code, the last two empty it.
     """
-    ends = runs[0].ends[2:-2]
-    return statistics.median(after - before for before, after in pairwise(ends))
+    return float(np.median(np.diff(runs[0].ends[2:-2])))
 
 
 class Sleep(torch.autograd.Function):
@@ -64,9 +60,6 @@ class Sleep(torch.autograd.Function):
         time.sleep(ctx.backward_seconds)
         ctx.note(-1)
         return gradient, None, None, None
-
-
-Seconds = float | list[float]  # of all ranks, or of each
 
 
 class Complete:
@@ -91,9 +84,9 @@ def receive_noise(channel: Channel, tensor: torch.Tensor) -> Complete:
 def train(
     rank: int,
     argv: list[str],
-    forward: Seconds,
-    backward: Seconds,
-    kind: str = "",
+    forward: float,
+    backward: float,
+    limited: bool = False,
     after_step: Callable = entry.nothing,
     step: float = 0.0,
 ) -> Observed:
@@ -101,20 +94,15 @@ def train(
     seconds a microbatch.
 
     step        seconds that the optimizer's step sleeps too
-    kind        "as-nccl": post receives no earlier than on NCCL (`Receiver.hold_back`);
-                "limit": a stage makes its inputs and output gradients itself, and sends
-                no messages
+    limited     a stage makes its inputs and output gradients itself, and sends no
+                messages
     after_step  called after each iteration, with its losses by name
     """
     from megatron.core.utils import get_attr_wrapped_model
 
-    if kind == "as-nccl":
-        Channel.occupies_device = True
-    elif kind == "limit":
+    if limited:
         Channel.receive = receive_noise
         Channel.send = send_nothing
-    if isinstance(forward, list):
-        forward, backward = forward[rank], backward[rank]
     observed = Observed()
     storages = set()
 
@@ -212,8 +200,13 @@ def train_with_torch(
         parts if chunks > 1 else parts[0], microbatches, loss_fn=loss
     )
     batch = torch.ones(microbatches, size)
-    inputs = [batch] if any(part.is_first for part in parts) else []
-    targets = {"target": batch * 2} if any(part.is_last for part in parts) else {}
+    inputs = []
+    targets = {}
+    for part in parts:
+        if part.is_first:
+            inputs = [batch]
+        if part.is_last:
+            targets = {"target": batch * 2}
     for _ in range(iterations):
         optimizer.zero_grad()
         runner.step(*inputs, **targets)

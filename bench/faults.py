@@ -12,8 +12,6 @@ validation loss, and all tensors of the last checkpoint, are compared with those
 undisturbed run. Writes the JSON. Status 1 if anything was lost or differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import random
@@ -48,6 +46,7 @@ from megatron_2bw.mcore.checkpoints.folder import (
 from megatron_2bw.run.start.torchrun import ROOT, start, torchrun
 from megatron_2bw.tools.gpu_check.entry import gpt_flags
 
+RANKS = 2  # stages of the pipeline
 PATIENCE = 120.0  # seconds without any progress, after which the run counts as hung
 # The lines by which a moment is recognised. An evaluation begins after every fifth
 # iteration's line, a save after every fourth's.
@@ -92,14 +91,13 @@ class Kill:
 class Job:
     """The job, and its output lines."""
 
-    def __init__(self, argv: list[str], ranks: int, restarts: int):
-        self.count = ranks
-        self.lines: list[str] = []
+    def __init__(self, argv: list[str], restarts: int):
+        self.lines = []
         self._log = tempfile.NamedTemporaryFile("r", errors="replace")
         self._line = ""
         words = f"""--rdzv-backend c10d --rdzv-id faults --rdzv-endpoint 127.0.0.1:{free_port()}
             --local-addr 127.0.0.1 --max-restarts {restarts} --monitor-interval 0.1"""
-        command = torchrun(ranks, "gpt", *words.split())
+        command = torchrun(RANKS, "gpt", *words.split())
         with open(self._log.name, "a") as log:
             self.server = start([*command, *argv], log, cwd=ROOT)
 
@@ -114,12 +112,13 @@ class Job:
             ended = self.server.poll() is not None
             part = self._log.readline()
             self._line += part
-            if ended and not part:
+            if part:
+                continue
+            if ended:
                 return None
-            if not part and time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise TimeoutError(f"nothing printed for {timeout:.0f} s")
-            if not part:
-                time.sleep(0.005)
+            time.sleep(0.005)
         self.lines.append(self._line.rstrip("\n"))
         self._line = ""
         return self.lines[-1]
@@ -154,7 +153,7 @@ class Job:
     def all_ranks(self) -> dict[int, psutil.Process]:
         """The ranks by number, as soon as all of them live."""
         deadline = time.monotonic() + PATIENCE
-        while len(ranks := self.living()) < self.count:
+        while len(ranks := self.living()) < RANKS:
             if time.monotonic() > deadline:
                 raise TimeoutError("the ranks were not started again")
             time.sleep(0.05)
@@ -165,8 +164,11 @@ def hit(lines: list[str]) -> str:
     """The moment of the kill, for a start of the job that has printed `lines`."""
 
     def last(sign: str) -> int:
-        places = [place for place, line in enumerate(lines) if re.search(sign, line)]
-        return max(places, default=-1)
+        found = -1
+        for place, line in enumerate(lines):
+            if re.search(sign, line):
+                found = place
+        return found
 
     if last(STARTED) < 0:
         return "start"
@@ -181,7 +183,7 @@ def kill(job: Job, drawn: str, folder: Path, draw: random.Random) -> Kill:
     """Wait for the moment, kill a rank, and inspect the result."""
     first = len(job.lines)
     alive = job.all_ranks()
-    rank = draw.randrange(job.count)
+    rank = draw.randrange(RANKS)
     moment = MOMENTS[drawn]
     if moment.sign:
         job.wait_for(STARTED)
@@ -215,17 +217,9 @@ def disturb(
     done = []
     weights = [moment.frequency for moment in MOMENTS.values()]
     try:
-        for number, drawn in enumerate(
-            draw.choices(list(MOMENTS), weights, k=kills), 1
-        ):
-            last = kill(job, drawn, folder, draw)
-            done.append(last)
-            print(
-                f"kill {number:3} of {kills}: rank {last.rank} ({last.moment}) after "
-                f"iteration {last.iteration}; continues from {last.latest}; the others "
-                f"ended in {last.others_ended_s} s",
-                flush=True,
-            )
+        for drawn in draw.choices(list(MOMENTS), weights, k=kills):
+            done.append(kill(job, drawn, folder, draw))
+            print(f"kill {len(done):3} of {kills}: {done[-1]}", flush=True)
         job.finish()
     except (TimeoutError, EOFError, psutil.Error, subprocess.TimeoutExpired) as error:
         print(f"stopped: {error}", *job.lines[-40:], sep="\n", flush=True)
@@ -238,8 +232,8 @@ def disturb(
 
 
 def losses_of(lines: list[str]) -> list[tuple[str, str]]:
-    """(iteration, loss as printed) of all lines; no loss for each start's second, which
-    is a mean of two (run_log), and 0 for a skipped iteration."""
+    """(iteration, loss as printed) of all lines, and of validations; no loss for each
+    start's second, which is a mean of two (run_log), and 0 for a skipped iteration."""
     losses = []
     place = 0
     for line in lines:
@@ -249,37 +243,29 @@ def losses_of(lines: list[str]) -> list[tuple[str, str]]:
             place += 1
             text = record.fields.get("lm loss", "0.000000E+00")
             losses.append((f"iteration {record.iteration}", "" if place == 2 else text))
+        for record in run_log.validations([line]):
+            name = f"validation {record.iteration} {record.dataset}"
+            losses.append((name, record.fields["lm loss value"]))
     return losses
 
 
-def validations_of(lines: list[str]) -> list[tuple[str, str]]:
-    losses = []
-    for record in run_log.validations(lines):
-        name = f"iteration {record.iteration}"
-        if record.dataset:
-            name += f" on {record.dataset}"
-        losses.append((name, record.fields["lm loss value"]))
-    return losses
-
-
-def different_losses(
-    kind: str, disturbed: list[tuple[str, str]], undisturbed: list[tuple[str, str]]
-) -> list[str]:
+def different_losses(disturbed: list[str], undisturbed: list[str]) -> list[str]:
     """The printed losses that differ from those of the undisturbed run, or that nobody
     has printed."""
-    expected = dict(undisturbed)
+    losses = losses_of(disturbed)
+    expected = dict(losses_of(undisturbed))
     wrong = []
-    for name, text in disturbed:
+    for name, text in losses:
         if text and (expected.get(name) or text) != text:
-            wrong.append(f"{name}: {kind} {text}")
-    missing = expected.keys() - dict(disturbed)
-    return wrong + [f"{name}: no {kind}" for name in sorted(missing)]
+            wrong.append(f"{name}: {text}")
+    missing = expected.keys() - dict(losses)
+    return wrong + [f"{name}: no loss" for name in sorted(missing)]
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, whole; in the torch format those of each rank's
     file."""
-    loaded: dict[str, torch.Tensor] = {}
+    loaded = {}
     for file in checkpoint.glob("mp_rank_*/*.pt"):
         leaves, _ = tree_flatten_with_path(torch.load(file, weights_only=False))
         for path, leaf in leaves:
@@ -306,8 +292,8 @@ def different_tensors(one: Path, other: Path) -> list[str]:
 
 
 def command(options: argparse.Namespace, iterations: int, folder: Path) -> list[str]:
-    text = f"""--fp16 --pipeline-schedule 2bw --pipeline-model-parallel-size {options.ranks} --micro-batch-size 2
-        --global-batch-size {2 * (options.ranks + 1)} --train-iters {iterations} --save-interval 4 --eval-iters 8
+    text = f"""--fp16 --pipeline-schedule 2bw --pipeline-model-parallel-size {RANKS} --micro-batch-size 2
+        --global-batch-size 6 --train-iters {iterations} --save-interval 4 --eval-iters 8
         --eval-interval 5 --log-interval 1 --lr 1e-2 --lr-warmup-iters 2 --weight-decay 0.1
         --hidden-dropout 0.1 --attention-dropout 0.1 --initial-loss-scale 65536 --loss-scale-window 5
         --vocab-size 127 --seed 7 {FORMATS[options.format]}"""
@@ -322,7 +308,7 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     peace = folder / "peace"
     disturbed = folder / "disturbed"
     argv = command(options, iterations, peace)
-    with contextlib.closing(Job(argv, options.ranks, restarts=0)) as undisturbed:
+    with contextlib.closing(Job(argv, restarts=0)) as undisturbed:
         status = undisturbed.finish()
     calm = undisturbed.lines
     if status:
@@ -331,15 +317,12 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     print(f"undisturbed: {iterations} iterations in {seconds:.0f} s", flush=True)
     argv = command(options, iterations, disturbed)
     draw = random.Random(options.seed)
-    with contextlib.closing(Job(argv, options.ranks, restarts=kills + 5)) as job:
+    with contextlib.closing(Job(argv, restarts=kills + 5)) as job:
         done, stopped = disturb(job, disturbed, kills, draw)
     wrong = []
     if not stopped:
         last = checkpoint_name(iterations)
-        wrong += different_losses("lm loss", losses_of(job.lines), losses_of(calm))
-        wrong += different_losses(
-            "validation loss", validations_of(job.lines), validations_of(calm)
-        )
+        wrong += different_losses(job.lines, calm)
         wrong += different_tensors(disturbed / last, peace / last)
         if job.server.returncode:
             wrong.append(f"status {job.server.returncode}")
@@ -351,7 +334,6 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         latest = each.latest or 0
         lost += (each.fault is not None) + (latest < before)
         before = latest
-    ended = sorted(each.others_ended_s for each in done) or [0.0]
     return {
         # kills after which the run continued
         "survived": len(done) - bool(stopped and done),
@@ -362,12 +344,7 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "differences": len(wrong),
         "stopped": stopped,  # why the run did not finish, if so
         "iterations": iterations,
-        # undisturbed, by the loss scale
-        "iterations_skipped": sum(line.skipped for line in run_log.training(calm)),
-        # with those that ran again
-        "iterations_run": len(list(run_log.training(job.lines))),
         "seconds": round(time.monotonic() - begin, 1),
-        "others_ended_s": [ended[len(ended) // 2], ended[-1]],  # median and largest
         "each": [asdict(each) for each in done],
         "format": options.format,
     }
@@ -380,7 +357,6 @@ def main() -> int:
     option("--kills", type=int, default=30)
     option("--seed", type=int, default=1)
     option("--iterations", type=int, help="of the whole run (default: 5 per kill)")
-    option("--ranks", type=int, default=2, help="stages of the pipeline")
     formats = tuple(FORMATS)
     option("--format", choices=formats, default="torch_dist", help="of the checkpoints")
     options = parser.parse_args()
@@ -389,10 +365,8 @@ def main() -> int:
     write_result(options.json, report)
     line = (
         "kills survived {survived} {hit}, checkpoints lost {checkpoints_lost}, "
-        "differences {differences}, {seconds:.0f} s"
+        "differences {differences}, {seconds:.0f} s {stopped}"
     )
-    if report["stopped"]:
-        line += "; the run did not finish: {stopped}"
     print(line.format(**report))
     faults = report["checkpoints_lost"] + report["differences"]
     survived = report["survived"] == options.kills and not report["stopped"]

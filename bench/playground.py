@@ -6,8 +6,6 @@ tests/page.
 It needs npm, chromium and `pip install playwright`.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 import tempfile

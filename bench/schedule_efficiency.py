@@ -7,8 +7,6 @@ Each row trains a tiny real GPT (one layer per stage, fp16 with dynamic loss sca
 tied embeddings, clipping) through the code path of pretrain_gpt_2bw.py; a stage's
 forward and backward also sleep for the given times. ideal_ms is microbatches x (forward
 + backward), efficiency is ideal_ms / iteration_ms of the median steady-state iteration.
-2bw-as-nccl is 2bw that posts receives no earlier than on NCCL; the messages go over
-gloo as in all rows.
 
     python bench/schedule_efficiency.py --real --stages 2 --microbatches 4
 
@@ -20,14 +18,11 @@ limit, not a part of the time of one process.
 Writes the JSON and a picture of the same name.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
 import platform
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,56 +31,33 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.emulated import PEERS, iteration_seconds, train, train_with_torch
-from bench.tables import bar_chart, new_parser, write_result
+from bench.tables import Row, bar_chart, new_parser, write_result
 from megatron_2bw.base.argv import merged
 from megatron_2bw.base.errors import names_of, words
-from megatron_2bw.base.local_ranks import WorldError, run_world
+from megatron_2bw.base.local_ranks import run_world
 from megatron_2bw.tools.gpu_check.entry import gpt_flags, nothing
 from megatron_2bw.tools.planner.descriptions.inputs import numbers
 
 OURS = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
 ALL = (*OURS, "megatron-interleaved", *PEERS)
-Row = dict[str, Any]
 
 
 def options() -> Namespace:
     parser = new_parser(__doc__, "schedule_efficiency")
     option = parser.add_argument
-    option("--stages", type=numbers, default=[8], metavar="D,...")
-    option(
-        "--microbatches",
-        type=words,
-        default=["1x"],
-        metavar="M,...",
-        help="numbers, or multiples of the stages: 1x,2x",
-    )
+    option("--stages", type=numbers, default=[8])
+    meaning = "numbers, or multiples of the stages: 1x,2x"
+    option("--microbatches", type=words, default=["1x"], help=meaning)
     option("--width", type=int, default=1, help="data-parallel pipelines")
     option("--real", action="store_true", help="compute, do not sleep")
     option("--forward-ms", type=float, default=100)
     option("--backward-ms", type=float, default=200)
-    option(
-        "--step-ms",
-        type=numbers,
-        default=[],
-        metavar="N,...",
-        help="of the optimizer: a row for each, and for 0",
-    )
-    known = names_of((*ALL, "2bw-as-nccl"))
-    option("--schedules", type=known, metavar="NAME,...", help="default: all")
-    option(
-        "--gpipe-round",
-        type=numbers,
-        default=[],
-        metavar="N,...",
-        help="of gpipe: a row for each, and one without",
-    )
+    meaning = "of the optimizer: a row for each, and for 0"
+    option("--step-ms", type=numbers, default=[], help=meaning)
+    known = names_of(ALL)
+    option("--schedules", type=known, help="default: all")
     option("--iterations", type=int, default=9)
-    option(
-        "--flags",
-        default="",
-        metavar="FLAGS;...",
-        help="of Megatron: a row for each set",
-    )
+    option("--flags", default="", help="of Megatron, by ;: a row for each set")
     chosen = parser.parse_args()
     if chosen.iterations < 7:
         parser.error(
@@ -106,7 +78,7 @@ def command(
 ) -> list[str]:
     """The command line of a tiny GPT with a layer per stage (two if the stages are
     interleaved), or of a real one."""
-    name = schedule.removesuffix("-as-nccl").replace("limit", "2bw")
+    name = "2bw" if schedule == "limit" else schedule
     layers = stages
     if name == "megatron-interleaved":
         name = "megatron --num-virtual-stages-per-pipeline-rank 2"
@@ -143,15 +115,13 @@ def measure(
     ideal = microbatches * (forward + backward)
     # without pipelining an iteration takes `stages` times as long
     patience = 720 + chosen.iterations * (3 * ideal * stages + step / 1e3)
-    clip = 0.0
     if schedule in PEERS:
         sizes = (schedule, stages, microbatches, forward, backward, chosen.iterations)
         runs = run_world(stages, train_with_torch, *sizes, timeout=patience)
     else:
         argv = command(schedule, stages, microbatches, chosen, flags)
-        clip = float(argv[argv.index("--clip-grad") + 1])
-        kind = schedule.removeprefix("2bw-")
-        arguments = (argv, forward, backward, kind, nothing, step / 1e3)
+        limited = schedule == "limit"
+        arguments = (argv, forward, backward, limited, nothing, step / 1e3)
         runs = run_world(stages * chosen.width, train, *arguments, timeout=patience)
     milliseconds = 1e3 * iteration_seconds(runs)
     ideal = 1e3 * ideal or limit or milliseconds
@@ -159,24 +129,23 @@ def measure(
         "schedule": schedule,
         "stages": stages,
         "microbatches": microbatches,
-        "width": 1 if schedule in PEERS else chosen.width,
+        "width": chosen.width,
         "forward_ms": chosen.forward_ms,
         "backward_ms": chosen.backward_ms,
         "step_ms": step,
         "iteration_ms": round(milliseconds, 1),
         "ideal_ms": round(ideal, 1),
         "efficiency": round(ideal / milliseconds, 4),
-        "clip_grad": clip,
         "peak_activations": max(run.peak_activations for run in runs),
         "versions": max(run.versions for run in runs),
-        "flags": "" if schedule in PEERS else flags,
+        "flags": flags,
     }
 
 
 def draw(rows: list[Row]) -> Any:
     """Bars of efficiency: one for each row, the longest first, or a group for each
     shape if there are several."""
-    shares: dict[str, dict[str, float]] = {}
+    shares = {}
     shapes = []
     for row in rows:
         step = f"step {row['step_ms']} ms" if row.get("step_ms") else ""
@@ -210,48 +179,31 @@ def cases(chosen: Namespace) -> Iterator[tuple[str, int, int, str, int]]:
         microbatches = int(text.removesuffix("x"))
         if text.endswith("x"):
             microbatches *= stages
-        rounds = [""]
-        if schedule == "gpipe":
-            rounds += [f"--gpipe-round {size} " for size in chosen.gpipe_round]
         sets = [""] if schedule == "limit" else chosen.flags.split(";")
-        for size, flags in itertools.product(rounds, sets):
-            words = f"{size}{flags.strip()}".strip()
-            for step in (0, *chosen.step_ms):
-                yield schedule, stages, microbatches, words, step
+        for flags, step in itertools.product(sets, (0, *chosen.step_ms)):
+            yield schedule, stages, microbatches, flags.strip(), step
 
 
-def main() -> int:
+def main() -> None:
     chosen = options()
     machine = {"cores": os.cpu_count(), "python": platform.python_version()}
-    result = {"machine": machine, "rows": [], "failures": []}
+    rows = []
     limit = 0.0
     for schedule, stages, microbatches, flags, step in cases(chosen):
         name = f"{schedule:24s} d {stages:2d}  m {microbatches:3d}"
         if "interleaved" in schedule and microbatches % stages:
             print(f"{name}  takes multiples of the stages only")
             continue
-        begun = time.monotonic()
         if schedule == "limit":
             limit = 0.0
-        try:
-            row = measure(schedule, stages, microbatches, chosen, flags, step, limit)
-        except WorldError as error:
-            sizes = f"{stages} stages, {microbatches} microbatches"
-            result["failures"].append(f"{schedule}, {sizes}: {error}")
-            print(result["failures"][-1], file=sys.stderr, flush=True)
-            continue
+        row = measure(schedule, stages, microbatches, chosen, flags, step, limit)
         if schedule == "limit":
             limit = row["iteration_ms"]
-        result["rows"].append(row)
+        rows.append(row)
         times = "iteration {iteration_ms:8.1f} ms  efficiency {efficiency:.3f}"
-        seconds = time.monotonic() - begun
-        words = f"({seconds:.0f} s) {flags} step {step} ms"
-        print(f"{name}  {times.format(**row)}   {words}", flush=True)
-        write_result(chosen.json, result)
-    if result["rows"]:
-        write_result(chosen.json, result, draw(result["rows"]))
-    return 1 if result["failures"] else 0
+        print(f"{name}  {times.format(**row)}   {flags} step {step} ms", flush=True)
+        write_result(chosen.json, {"machine": machine, "rows": rows}, draw(rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -40,17 +40,17 @@ class Servers:
     """The two servers, 0 and 1; a context manager."""
 
     def __init__(self):
-        self.names = [f"2bw-{os.getpid()}-{number}" for number in (0, 1)]
+        name = f"2bw-{os.getpid()}"
+        self.names = [f"{name}-0", f"{name}-1"]
 
     def __enter__(self) -> Servers:
         try:
             for name in self.names:
                 _run(f"ip netns add {name}")
                 _run(f"ip -n {name} link set lo up")
-            near, far = (
-                f"name {INTERFACE} netns {name} mtu {MTU}" for name in self.names
-            )
-            _run(f"ip link add {near} type veth peer {far}")
+            end = f"name {INTERFACE} mtu {MTU} netns"
+            near, far = self.names
+            _run(f"ip link add {end} {near} type veth peer {end} {far}")
             for name, address in zip(self.names, ADDRESSES):
                 _run(f"ip -n {name} address add {address}/24 dev {INTERFACE}")
                 size = f"gso_max_size {PIECE - 100}"

@@ -16,16 +16,13 @@ unlimited link and the measured time of a message. 2bw-ahead is 2bw with
 forward and backward, as long as a faster device would compute: communication then has a
 free core, as with a GPU, and the figures hardly depend on the machine's other load.
 Data-parallel servers sleep twice as long, since each has the whole model and half of
-the batch. Writes the JSON and a picture of the same name. Linux, root, iproute2; a core
-for each server.
+the batch. Writes the JSON and a picture of the same name. Linux, root, iproute2; a core for
+each server.
 """
-
-from __future__ import annotations
 
 import itertools
 import os
 import platform
-import statistics
 import sys
 from argparse import Namespace
 from dataclasses import asdict, dataclass
@@ -37,12 +34,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 
 from bench.emulated import train
-from bench.servers import ADDRESSES, BUCKET, INTERFACE, MTU, QUEUE, Servers, sent_bytes
+from bench.servers import ADDRESSES, INTERFACE, Servers, sent_bytes
 from bench.tables import Row, new_parser, write_result
 from megatron_2bw.base import run_log
 from megatron_2bw.base.errors import names_of, run_program, words
 from megatron_2bw.base.files import new_figure
-from megatron_2bw.base.local_ranks import WorldError, own_output, run_world
+from megatron_2bw.base.local_ranks import own_output, run_world
 from megatron_2bw.base.processes import exit_on_signals
 from megatron_2bw.schedules import TwoBW
 from megatron_2bw.tools.gpu_check.entry import gpt_flags
@@ -68,19 +65,18 @@ SIZES = {
     "hidden": 512,
     "heads": 8,
     "sequence": 128,
-    "micro_batch": 1,
     "microbatches": 8,
 }
 
 
-def message(chosen: Namespace) -> int:
-    """Bytes of a microbatch's activations between two layers."""
-    return chosen.micro_batch * chosen.sequence * chosen.hidden * FLOAT
-
-
-def parameters(chosen: Namespace) -> int:
+def model_of(chosen: Namespace) -> Row:
+    """The sizes; the numbers of parameters, and of bytes of a microbatch's activations
+    between two layers."""
+    sizes = {name: getattr(chosen, name) for name in SIZES}
     shape = (chosen.layers, chosen.hidden, chosen.heads, VOCABULARY, chosen.sequence)
-    return Model("any", *shape, tied=False).parameters()
+    sizes["parameters"] = Model("any", *shape, tied=False).parameters()
+    sizes["message_bytes"] = chosen.sequence * chosen.hidden * FLOAT
+    return sizes
 
 
 def theory(variant: str, chosen: Namespace) -> int:
@@ -91,9 +87,10 @@ def theory(variant: str, chosen: Namespace) -> int:
     backward, and one each for the embedding and the output layer; data parallelism
     every gradient once.
     """
+    model = model_of(chosen)
     if variant == "data":
-        return parameters(chosen) * FLOAT
-    sent = chosen.microbatches * message(chosen)
+        return model["parameters"] * FLOAT
+    sent = chosen.microbatches * model["message_bytes"]
     return sent * (4 * chosen.layers + 2) if variant == "tensor" else sent
 
 
@@ -121,20 +118,15 @@ def options() -> Namespace:
     for name, size in SIZES.items():
         option(f"--{name.replace('_', '-')}", type=int, default=size)
     option("--iterations", type=int, default=3, help="measured at each rate")
-    option(
-        "--sleep-ms",
-        type=floats,
-        default=(0.0, 0.0),
-        metavar="F,B",
-        help="sleep in each forward and backward",
-    )
+    meaning = "sleep in each forward and backward"
+    option("--sleep-ms", type=floats, default=(0.0, 0.0), metavar="F,B", help=meaning)
     return parser.parse_args()
 
 
 def command(chosen: Namespace, variant: str, iterations: int) -> list[str]:
-    text = f"""--untie-embeddings-and-output-weights --micro-batch-size {chosen.micro_batch}
-        --global-batch-size {chosen.micro_batch * chosen.microbatches} --train-iters {iterations}
-        --vocab-size {VOCABULARY - 1} --eval-interval 100000 --log-interval 1 {VARIANTS[variant]}"""
+    text = f"""--untie-embeddings-and-output-weights --global-batch-size {chosen.microbatches}
+        --train-iters {iterations} --vocab-size {VOCABULARY - 1} --eval-interval 100000 --log-interval 1
+        {VARIANTS[variant]}"""
     return gpt_flags(chosen.layers, chosen.hidden, chosen.heads, chosen.sequence, text)
 
 
@@ -152,7 +144,7 @@ def run(
         MASTER_ADDR=ADDRESSES[0],
         GLOO_SOCKET_IFNAME=INTERFACE,
     )
-    sent: list[int] = []
+    sent = []
 
     def after_step(losses) -> None:
         sent.append(sent_bytes())
@@ -167,7 +159,8 @@ def watch(servers: Servers, variant: str, link: Link, chosen: Namespace) -> Row:
     iterations that iteration_ms is the median of; bubble: the share that each stage
     waited, from the log line."""
     copies = 2 if variant == "data" else 1  # of the whole model
-    sleep = [milliseconds / 1e3 * copies for milliseconds in chosen.sleep_ms]
+    forward, backward = chosen.sleep_ms
+    sleep = [forward / 1e3 * copies, backward / 1e3 * copies]
     # the first three fill the pipeline, the last empties it
     count = chosen.iterations + 4
     expected = theory(variant, chosen)
@@ -178,10 +171,11 @@ def watch(servers: Servers, variant: str, link: Link, chosen: Namespace) -> Row:
     servers.limit(limit)
     argv = command(chosen, variant, count)
     results = run_world(2, run, servers, argv, sleep, timeout=timeout)
-    (ends, *_), _ = results
-    took = 1e3 * np.diff(ends[2:-1])
-    sent = np.diff([bytes_[2:-1] for _, bytes_, _ in results]).max(axis=0) / 1e6
-    log = "\n".join(text for *_, text in results)
+    ends, bytes_sent, texts = zip(*results)
+    took = 1e3 * np.diff(ends[0][2:-1])
+    by_server = np.array(bytes_sent)[:, 2:-1]
+    sent = np.diff(by_server).max(axis=0) / 1e6
+    log = "\n".join(texts)
     return {
         "variant": variant,
         "rate": link.rate,
@@ -204,8 +198,10 @@ def bubbles(log: str, iterations: range) -> str:
     for line in run_log.training(log):
         text = line.fields.get("bubble")
         if text and line.iteration in iterations:
-            shares.append([float(share.rstrip("%")) / 100 for share in text.split("/")])
-    return " / ".join(f"{statistics.median(each):.3f}" for each in zip(*shares))
+            percent = text.replace("%", "").split("/")
+            shares.append(np.array(percent, float) / 100)
+    medians = np.median(shares, axis=0) if shares else ()
+    return " / ".join(map("{:.3f}".format, medians))
 
 
 def megabits(rate: str) -> float | None:
@@ -219,9 +215,12 @@ def megabits(rate: str) -> float | None:
 def compare(rows: list[Row], microbatches: int, links: list[Link]) -> None:
     """Fill in the ratios to the bytes of 2bw and to the unlimited link, and the
     simulated times: the forward half as long as the backward."""
-    ours = {row["rate"]: row["sent_mb"] for row in rows if row["variant"] == "2bw"}
+    ours = {}
+    for row in rows:
+        if row["variant"] == "2bw":
+            ours[row["rate"]] = row["sent_mb"]
     messages = {link.rate: link.message_ms for link in links}
-    free: dict[str, float] = {}  # on the unlimited link, which comes first
+    free = {}  # on the unlimited link, which comes first
     for row in rows:
         variant = row["variant"]
         rate = row["rate"]
@@ -230,13 +229,9 @@ def compare(rows: list[Row], microbatches: int, links: list[Link]) -> None:
         if rate in ours:
             row["sent_by_2bw"] = round(row["sent_mb"] / ours[rate], 2)
         if variant.startswith("2bw"):
-            cycle = alone / microbatches
-            times = Times(
-                cycle / 3,
-                2 * cycle / 3,
-                transfer=messages[rate],
-                occupied=messages[rate],
-            )
+            third = alone / microbatches / 3
+            message = messages[rate]
+            times = Times(third, 2 * third, transfer=message, occupied=message)
             schedule = TwoBW(extra_warmup=(int(variant == "2bw-ahead"),))
             simulated = iteration_time(schedule, 2, microbatches, times)
             row["simulated_ms"] = round(simulated, 1)
@@ -247,16 +242,22 @@ def draw(rows: list[Row]) -> Any:
     the theory as black dots."""
     figure = new_figure(8.5, 4)
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
-    names = list(dict.fromkeys(row["variant"] for row in rows))
+    links = {}
+    times = {}  # of each variant, by rate
+    last = {}
+    for row in rows:
+        name = row["variant"]
+        rate = row["measured_mbit"]
+        links[rate] = row["rate"]
+        times.setdefault(name, {})[rate] = row["iteration_ms"] / 1e3
+        last[name] = row
+    names = list(times)
     for place, (name, colour) in enumerate(zip(names, COLOURS)):
-        own = [row for row in rows if row["variant"] == name]
-        rates = [row["measured_mbit"] for row in own]
-        times = [row["iteration_ms"] / 1e3 for row in own]
-        left.plot(rates, times, "o-", color=colour, label=name)
-        bar = right.bar(place, own[-1]["sent_mb"], color=colour)
+        curve = times[name]
+        left.plot(curve.keys(), curve.values(), "o-", color=colour, label=name)
+        bar = right.bar(place, last[name]["sent_mb"], color=colour)
         right.bar_label(bar, fmt="%.3g", fontsize=8)
-        right.plot(place, own[-1]["theory_mb"], "ko", markersize=3)
-    links = {row["measured_mbit"]: row["rate"] for row in rows}
+        right.plot(place, last[name]["theory_mb"], "ko", markersize=3)
     left.set(
         xscale="log",
         xlabel="rate of the link (Mbit/s)",
@@ -279,56 +280,44 @@ def draw(rows: list[Row]) -> Any:
 def measured_link(servers: Servers, rate: str, chosen: Namespace) -> Link:
     servers.limit(megabits(rate))
     measured = servers.rate(megabits(rate))
-    milliseconds = message(chosen) * 8 / measured / 1e3
+    milliseconds = model_of(chosen)["message_bytes"] * 8 / measured / 1e3
     speed = f"{measured:.1f} Mbit/s of plain TCP, a microbatch's activations in {milliseconds:.2f} ms"
     print(f"link {rate:>9s} Mbit/s: {speed}", flush=True)
     return Link(rate, round(measured, 3), round(milliseconds, 3))
 
 
-def measure(servers: Servers, chosen: Namespace) -> list[str]:
-    """Measure all variants, write the results after each, and return what failed."""
+def measure(servers: Servers, chosen: Namespace) -> None:
+    """Measure all variants, and write the results after each."""
     load = os.getloadavg()
-    model = {name: getattr(chosen, name) for name in SIZES}
-    model["parameters"] = parameters(chosen)
-    model["message_bytes"] = message(chosen)
-    rates = ["unlimited", *(f"{rate:g}" for rate in chosen.rates)]
-    links = [measured_link(servers, rate, chosen) for rate in rates]
-    rows: list[Row] = []
-    failures: list[str] = []
+    links = [measured_link(servers, "unlimited", chosen)]
+    for rate in chosen.rates:
+        links.append(measured_link(servers, f"{rate:g}", chosen))
+    rows = []
     result = {
         "machine": {
             "cores": os.cpu_count(),
             "python": platform.python_version(),
             "load_before": load,
         },
-        "model": model,
+        "model": model_of(chosen),
         "sleep_ms": chosen.sleep_ms,
-        "link": {"mtu": MTU, "tbf_burst_bytes": BUCKET, "tbf_limit_bytes": QUEUE},
         "links": [asdict(link) for link in links],
         "rows": rows,
-        "failures": failures,
     }
     for variant, link in itertools.product(chosen.variants, links):
-        try:
-            row = watch(servers, variant, link, chosen)
-        except WorldError as error:
-            failures.append(f"{variant}: {error}")
-            print(failures[-1], file=sys.stderr, flush=True)
-            continue
-        rows.append(row)
+        rows.append(watch(servers, variant, link, chosen))
         compare(rows, chosen.microbatches, links)
-        print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        print(rows[-1], flush=True)
         write_result(chosen.json, result, draw(rows))
-    return failures
 
 
 def main() -> int:
     chosen = options()
     exit_on_signals()  # so that `with` and `finally` run
 
-    def work() -> int:
+    def work() -> None:
         with Servers() as servers:
-            return 1 if measure(servers, chosen) else 0
+            measure(servers, chosen)
 
     return run_program("slow_links.py", work)
 

@@ -1,23 +1,21 @@
 """What the benchmarks share: their options, the files that they write, tables and
 pictures.
 
-    python bench/tables.py FILE.json ...         # a benchmark's rows, as docs/ has them
-    python bench/tables.py --draw FILE.json ...  # its picture again, FILE.png
+    python bench/tables.py FILE.json ...    # a benchmark's rows, as docs/ has them
 """
 
-from __future__ import annotations
-
 import argparse
-import importlib
 import json
 import math
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
 
 from megatron_2bw.base.files import new_figure, write_figure, write_json
 
@@ -40,16 +38,17 @@ def bar_chart(
     """Horizontal bars with their shares: a group for each of `groups`, and in it a bar
     of each series (NaN: none)."""
     height = 0.84 / len(series)
-    names = [
-        textwrap.fill(group, 36, break_on_hyphens=False, break_long_words=False)
-        for group in groups
-    ]
-    lines = max(name.count("\n") for name in names) + 1
+    names = []
+    lines = 1
+    for group in groups:
+        parts = textwrap.wrap(group, 36, break_on_hyphens=False, break_long_words=False)
+        names.append("\n".join(parts))
+        lines = max(lines, len(parts))
     tall = max(0.17 * len(series) + 0.1, 0.17 * lines)
     figure = new_figure(7, 0.8 + tall * len(groups))
     axis = figure.subplots()
     for place, (name, values) in enumerate(series.items()):
-        ys = [y + (place + 0.5) * height - 0.42 for y in range(len(groups))]
+        ys = np.arange(len(groups)) + (place + 0.5) * height - 0.42
         colours = COLOURS[place % len(COLOURS)]
         if len(series) == 1:  # 2BW is blue
             colours = [COLOURS["2bw" not in group] for group in groups]
@@ -79,19 +78,28 @@ def write_result(path: Path, result: Any, figure: Any = None) -> None:
         print(f"wrote {path} and {path.with_suffix('.png')}", flush=True)
 
 
+def markdown(rows: Iterable[Row]) -> str:
+    """One line a row, and a head with the names of the columns."""
+    lines = []
+    for row in rows:
+        if not lines:
+            lines += [list(row), ["---"] * len(row)]
+        lines.append(map(str, row.values()))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
 def table(rows: list[Row]) -> str:
     """One line a row; columns that are the same in all rows are left out, unless there
     is one row."""
-    columns = []
+    shown = [dict(row) for row in rows]
     same = []
     for name, value in rows[0].items():
-        if len(rows) == 1 or any(str(row[name]) != str(value) for row in rows):
-            columns.append(name)
-        elif value != "":
-            same.append(f"{name} {value}")
-    lines = [columns, ["---"] * len(columns)]
-    lines += [[str(row[name]) for name in columns] for row in rows]
-    text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        if len(rows) > 1 and all(str(row[name]) == str(value) for row in rows):
+            for row in shown:
+                del row[name]
+            if value != "":
+                same.append(f"{name} {value}")
+    text = markdown(shown)
     if same:
         text += f"\n\nIn all rows: {', '.join(same)}."
     return text
@@ -102,39 +110,26 @@ def checks(entries: list[Row]) -> str:
     summary = []
     parts = []
     for check in entries:
-        summary.append(
-            {
-                "claim": check["name"],
-                "source": check["source"],
-                "assumes": check["assumes"],
-                "bar": check["bar"],
-                "result": check["result"],
-                "holds": "yes" if check["holds"] else "**no**",
-            }
-        )
+        row = {"claim": check["name"]}
+        for name in ("source", "assumes", "bar", "result"):
+            row[name] = check[name]
+        row["holds"] = "yes" if check["holds"] else "**no**"
+        summary.append(row)
         if check["rows"]:
             parts.append(f"### {check['name']}\n\n{table(check['rows'])}")
     return "\n\n".join([table(summary), *parts])
 
 
-def picture(rows: list[Row]) -> Any:
-    name = "slow_links" if "slowdown" in rows[0] else "schedule_efficiency"
-    return importlib.import_module(f"bench.{name}").draw(rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("files", type=Path, nargs="+")
-    parser.add_argument("--draw", action="store_true")
-    options = parser.parse_args()
-    for path in options.files:
+    for path in parser.parse_args().files:
         content = json.loads(path.read_text())
-        if options.draw:
-            write_figure(path.with_suffix(".png"), picture(content["rows"]))
-        elif "checks" in content:
-            print(f"{path}\n\n{checks(content['checks'])}\n")
+        if "checks" in content:
+            text = checks(content["checks"])
         else:
-            print(f"{path}\n\n{table(content['rows'])}\n")
+            text = table(content["rows"])
+        print(f"{path}\n\n{text}\n")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ They split a backward into the inputs' part B and the weights' part W, and let t
 iterations follow each other without a common step. Nothing of this project runs them.
 """
 
-from __future__ import annotations
-
 import heapq
+import math
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from megatron_2bw.schedules import Action, B, F, Schedule
@@ -40,44 +40,51 @@ def order(
     """
     took = times.computations(stages)
     transfer = times.of("transfer", stages)
-    lists: list[list[Action]] = [[] for _ in range(stages)]
-    arrived = {F: [{} for _ in range(stages)], B: [{} for _ in range(stages)]}
-    arrived[F][0] = dict.fromkeys(range(microbatches), 0.0)
-    done, held = [{F: 0, B: 0, W: 0} for _ in range(stages)], [0.0] * stages
-    free, queue = [0.0] * stages, [(0.0, stage) for stage in range(stages)]
+    lists = defaultdict(list)
+    arrived = {(F, 0, x): 0.0 for x in range(microbatches)}  # by kind, stage, number
+    done = Counter()  # by kind and stage
+    held = [0.0] * stages
+    free = [0.0] * stages
+    changes = {F: 1.0, B: kept - 1.0, W: -kept}  # of `held`
+    queue = [(0.0, stage) for stage in range(stages)]
     while queue:
         now, stage = heapq.heappop(queue)
         if now < free[stage]:
             # something arrived while it was busy; it looks again when it is free
             continue
-        mine = done[stage]
-        came = {
-            kind: arrived[kind][stage].get(mine[kind], float("inf")) for kind in (F, B)
-        }
+        gradient = arrived.get((B, stage, done[B, stage]), math.inf)
+        activation = arrived.get((F, stage, done[F, stage]), math.inf)
         if held[stage] + 1 > limit + 1e-9:
-            came[F] = float("inf")
-        kind = B if came[B] <= now else F if came[F] <= now else W
-        if kind == W and mine[W] == mine[B]:
+            activation = math.inf
+        kind = W
+        if gradient <= now:
+            kind = B
+        elif activation <= now:
+            kind = F
+        elif done[W, stage] == done[B, stage]:
             # wait for what is under way; or park until something arrives
-            if min(came.values()) < float("inf"):
-                heapq.heappush(queue, (min(came.values()), stage))
+            first = min(gradient, activation)
+            if first < math.inf:
+                heapq.heappush(queue, (first, stage))
             continue
-        x, end = mine[kind], now + took[kind][stage]
+        x = done[kind, stage]
+        end = now + took[kind][stage]
         lists[stage].append(Action(kind, x, 0))
-        mine[kind] += 1
-        held[stage] += {F: 1.0, B: kept - 1.0, W: -kept}[kind]
+        done[kind, stage] += 1
+        held[stage] += changes[kind]
         free[stage] = end
         heapq.heappush(queue, (end, stage))
-        target = (kind, stage + 1) if kind == F else (kind, stage - 1)
-        if kind == F and stage == stages - 1:
-            target = B, stage
-        elif kind == W or target[1] < 0:
+        if kind == W or (kind == B and stage == 0):
             continue
+        target = stage
+        if kind == F and stage == stages - 1:
+            kind = B
         else:
-            end += transfer[min(stage, target[1])]
-        arrived[target[0]][target[1]][x] = end
-        heapq.heappush(queue, (end, target[1]))
-    return lists
+            target += 1 if kind == F else -1
+            end += transfer[min(stage, target)]
+        arrived[kind, target, x] = end
+        heapq.heappush(queue, (end, target))
+    return [lists[stage] for stage in range(stages)]
 
 
 def iteration_time(
@@ -88,7 +95,10 @@ def iteration_time(
     events = simulate_lists(
         ZeroBubble(), order(stages, microbatches, times, limit, kept), times
     )
-    own = [
-        [event for event in events if event.stage == stage] for stage in range(stages)
-    ]
-    return max(max(e.end for e in mine) - min(e.start for e in mine) for mine in own)
+    starts = {}
+    ends = {}
+    for event in events:
+        stage = event.stage
+        starts[stage] = min(event.start, starts.get(stage, math.inf))
+        ends[stage] = max(event.end, ends.get(stage, 0.0))
+    return max(ends[stage] - starts[stage] for stage in range(stages))

@@ -18,8 +18,6 @@ settings, and only of seeds that ended normally. An input is [CLS] first [SEP] s
 [SEP], as in Megatron's pretraining.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -56,14 +54,18 @@ def example(task: str, row: Row) -> tuple[Pairs, int]:
     choice."""
     if task == "mnli":
         return [(row["premise"], row["hypothesis"])], row["label"]
+    pairs = []
     if "dataset" not in TASKS[task]:
-        return [(row["text"], ending) for ending in row["endings"]], row["label"]
+        for ending in row["endings"]:
+            pairs.append((row["text"], ending))
+        return pairs, row["label"]
     # RACE: the answer fills the question's gap, else follows it; it comes before the
     # article, as in Megatron's data.
     question = row["question"]
     if "_" not in question:
         question += " _"
-    pairs = [(question.replace("_", text), row["article"]) for text in row["options"]]
+    for text in row["options"]:
+        pairs.append((question.replace("_", text), row["article"]))
     return pairs, "ABCD".index(row["answer"])
 
 
@@ -73,16 +75,18 @@ def load(task: str, name: str | None) -> Any:
     import datasets
 
     spec = TASKS[task]
+    found = {}
     if name is None and "dataset" not in spec:
-        rows = small_task(task)
-        return {split: datasets.Dataset.from_list(rows[split]) for split in rows}
+        for split, rows in small_task(task).items():
+            found[split] = datasets.Dataset.from_list(rows)
+        return found
     if name is None:
         return datasets.load_dataset(spec["dataset"], spec.get("config"))
     if not Path(name).is_dir():
         return datasets.load_dataset(name)
-    splits = ("train", *spec["validation"])
-    files = {split: str(Path(name, f"{split}.jsonl")) for split in splits}
-    return datasets.load_dataset("json", data_files=files)
+    for split in ("train", *spec["validation"]):
+        found[split] = str(Path(name, f"{split}.jsonl"))
+    return datasets.load_dataset("json", data_files=found)
 
 
 def encoded(task: str, rows: Any, tokenizer: Any, length: int) -> Any:
@@ -94,16 +98,9 @@ def encoded(task: str, rows: Any, tokenizer: Any, length: int) -> Any:
 
     def encode(row: Row) -> Row:
         pairs, label = example(task, row)
-        first, second = zip(*pairs)
-        columns = tokenizer(
-            first,
-            second,
-            truncation=True,
-            max_length=length,
-            return_token_type_ids=True,
-        )
-        if len(pairs) == 1:
-            columns = {name: value[0] for name, value in columns.items()}
+        texts = pairs[0] if len(pairs) == 1 else zip(*pairs)
+        options = {"truncation": True, "max_length": length}
+        columns = tokenizer(*texts, **options, return_token_type_ids=True)
         return {**columns, "label": label}
 
     def labelled(row: Row) -> bool:
@@ -115,9 +112,8 @@ def encoded(task: str, rows: Any, tokenizer: Any, length: int) -> Any:
 def spans(text: str) -> list[str]:
     """The text as consecutive spans of LINES lines that are not empty."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return [
-        " ".join(span) for span in itertools.batched(lines, LINES) if len(span) == LINES
-    ]
+    del lines[len(lines) // LINES * LINES :]
+    return list(map(" ".join, itertools.batched(lines, LINES)))
 
 
 def small_task(task: str, max_bytes: int = DEFAULT_MAX_BYTES) -> dict[str, list[Row]]:
@@ -160,7 +156,8 @@ def tokenizer_of(folder: str) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    cls, sep = tokenizer.cls_token, tokenizer.sep_token
+    cls = tokenizer.cls_token
+    sep = tokenizer.sep_token
     special = [(cls, tokenizer.cls_token_id), (sep, tokenizer.sep_token_id)]
     pair = f"{cls} $A {sep} $B:1 {sep}:1"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -193,12 +190,16 @@ def open_model(folder: Path, spec: Row) -> Any:
 def last_checkpoint(folder: Path) -> str | None:
     """The newest whole checkpoint: the Trainer writes trainer_state.json last, and a
     kill may have cut it."""
-    newest = (0, None)
+    newest = 0
+    checkpoint = None
     for path in folder.glob("checkpoint-*"):
         with contextlib.suppress(OSError, ValueError):
             json.loads((path / "trainer_state.json").read_text())
-            newest = max(newest, (int(path.name.split("-")[1]), str(path)))
-    return newest[1]
+            step = int(path.name.split("-")[1])
+            if step > newest:
+                newest = step
+                checkpoint = str(path)
+    return checkpoint
 
 
 def finetune(options: Namespace, seed: str, data: Any, tokenizer: Any) -> Row:
@@ -236,30 +237,33 @@ def finetune(options: Namespace, seed: str, data: Any, tokenizer: Any) -> Row:
     trainer.train(resume_from_checkpoint=checkpoint)
     digest = hashlib.sha256()
     accuracy = {"all": 0.0}
-    hits: list[bool] = []
+    hits = []
     for name, split in splits.items():
         found = trainer.predict(split)
         digest.update(found.predictions.tobytes())
         right = (found.predictions.argmax(-1) == found.label_ids).tolist()
-        accuracy[name] = 100 * sum(right) / len(right)
         hits += right
+        if len(splits) > 1:
+            accuracy[name] = 100 * sum(right) / len(right)
     accuracy["all"] = 100 * sum(hits) / len(hits)
-    if len(splits) == 1:
-        del accuracy[name]
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    loss = None
+    for entry in trainer.state.log_history:
+        loss = entry.get("loss", loss)
     return {
         "accuracy": accuracy,
         "steps": trainer.state.global_step,
-        "loss": losses[-1] if losses else None,
+        "loss": loss,
         "logits": digest.hexdigest()[:16],
     }
 
 
-def run(options: Namespace) -> int:
+def run(options: Namespace) -> None:
     path = options.out / "results.json"
     first = os.environ.get("RANK", "0") == "0"
-    settings = {name: str(value) for name, value in vars(options).items()}
-    del settings["out"], settings["seeds"]
+    settings = {}
+    for name, value in vars(options).items():
+        if name not in ("out", "seeds"):
+            settings[name] = str(value)
     content = {"settings": settings, "seeds": {}}
     if path.exists():
         content = json.loads(path.read_text())
@@ -285,7 +289,6 @@ def run(options: Namespace) -> int:
         accuracy = results[seed]["accuracy"].items()
         parts = ", ".join(f"{name} {value:.2f} %" for name, value in accuracy)
         print(f"finetune_bert.py: {options.task} seed {seed}: {parts}", flush=True)
-    return 0
 
 
 def parse(argv: list[str]) -> Namespace:
@@ -296,32 +299,16 @@ def parse(argv: list[str]) -> Namespace:
     )
     option = parser.add_argument
     tasks = tuple(TASKS)
-    option(
-        "--task",
-        choices=tasks,
-        required=True,
-        help="choice, order: of the built-in corpus",
-    )
-    option(
-        "--model",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="a MegatronBert of transformers, with a tokenizer",
-    )
-    option(
-        "--dataset",
-        metavar="NAME|DIR",
-        help="of the Hub, or a folder of SPLIT.jsonl (default: the task's)",
-    )
-    option("--out", type=Path, metavar="DIR", help="default: out/finetune/TASK-MODEL")
-    option("--seeds", type=words, default=("1",), metavar="N,...", help="default: 1")
-    option(
-        "--batch",
-        type=int,
-        metavar="N",
-        help="examples of an update, of all processes (default: the task's)",
-    )
+    meaning = "choice, order: of the built-in corpus"
+    option("--task", choices=tasks, required=True, help=meaning)
+    meaning = "a MegatronBert of transformers, with a tokenizer"
+    option("--model", type=Path, required=True, help=meaning)
+    meaning = "of the Hub, or a folder of SPLIT.jsonl (default: the task's)"
+    option("--dataset", help=meaning)
+    option("--out", type=Path, help="default: out/finetune/TASK-MODEL")
+    option("--seeds", type=words, default=("1",), help="default: 1")
+    meaning = "examples of an update, of all processes (default: the task's)"
+    option("--batch", type=int, help=meaning)
     spec = TASKS[parser.parse_known_args(argv)[0].task]
     parser.set_defaults(
         batch=spec["batch"],

@@ -13,21 +13,18 @@ from their recorded results.
 Invariant: all settings and all of the paper's values come from scripts/paper.yaml.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys
 import textwrap
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.tables import table
+from bench.tables import markdown, table
 from megatron_2bw.base.errors import Parser, UserError, names_of, run_program
 from megatron_2bw.base.files import write_csv, write_whole
 from megatron_2bw.run.start.torchrun import ROOT
@@ -60,7 +57,7 @@ def predicted(
 ) -> list[Point]:
     """The points of a figure under a reading; none if it has no numbers."""
     if figure == "11":
-        return paper_figures.largest_models(collected or {}, reading)
+        return paper_figures.largest_models(reading)
     if "panel" not in FIGURES[figure]:
         return []
     return paper_figures.points(figure, own or panels(figure), collected or {}, reading)
@@ -72,10 +69,12 @@ def judge(spec: Row, row: Claim, found: list[Point], reading: Reading) -> None:
         paper_figures.judge_ratio(spec, row, found)
     elif "fit" in spec:
         paper_figures.judge_fit(spec, row, found)
+    elif "held" in spec:
+        paper_claims.judge_held(spec, row)
     elif check := getattr(paper_claims, spec["id"].replace("-", "_"), None):
         inputs = {"found": found, "reading": reading}
-        names = inspect.signature(check).parameters
-        row.predicted, row.holds = check(**{name: inputs[name] for name in names})
+        arguments = map(inputs.get, inspect.signature(check).parameters)
+        row.predicted, row.holds = check(*arguments)
 
 
 def judged(
@@ -138,7 +137,7 @@ def picture(figure: str, found: list[Point], path: Path) -> bool:
         stacked = [(SCHEDULES[name], Shape(*sizes)) for name, sizes in shapes]
         draw_shapes(stacked, path, **options)
     elif figure == "4":
-        draw_placement(path, 4, 2, 2)
+        draw_placement(path)
     elif figure == "5":
         recorded = ROOT / PAPER["convergence"]["gpt"]
         convergence_plot.draw(json.loads(recorded.read_text()), path)
@@ -187,10 +186,7 @@ def page(figure: str, found: list[Point], rows: list[Claim], drawn: bool) -> str
     parts = [f"## {heading}"]
     if drawn:
         parts.append(f"![{heading}](figure{figure}.png)")
-    cells = [claim_row(row) for row in rows]
-    lines = [list(cells[0]), ["---"] * len(cells[0])]
-    lines += [list(line.values()) for line in cells]
-    parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    parts.append(markdown(map(claim_row, rows)))
     if "assumed" in spec:
         parts.append(textwrap.fill(f"Assumed: {spec['assumed'].strip()}.", 118))
     if found:
@@ -204,7 +200,7 @@ def write_figure(figure: str, options: Namespace) -> tuple[str, list[Claim]]:
     own = panels(figure)
     collected = {}
     if options.collect:
-        for row in sweep.rows(options.collect, options.warm_up):
+        for row in sweep.rows(options.collect):
             collected[row["run"]] = row
         if not collected:
             raise UserError(f"--collect {options.collect}: nothing was submitted to it")
@@ -226,49 +222,35 @@ def write_figure(figure: str, options: Namespace) -> tuple[str, list[Claim]]:
 # --------------------------------------------------------------------------------------
 
 
-def folder(text: str) -> Path:
-    return Path(text).resolve()
-
-
 def parse(words: Sequence[str]) -> Namespace:
     parser = Parser(
         prog="paper.py", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     option = parser.add_argument
     meaning = f"of {', '.join(NAMES)} (all)"
-    names = names_of(NAMES)
-    option("--figure", type=names, default=NAMES, metavar="NAME,...", help=meaning)
-    option("--out", type=folder, default=ROOT / "out" / "paper", metavar="DIR")
-    option(
-        "--skip-measurements",
-        action="store_true",
-        help="take the recorded results of the benchmarks",
-    )
-    option(
-        "--collect",
-        type=folder,
-        metavar="DIR",
-        help="add what a figure's jobs measured (scripts/slurm/sweep.py)",
-    )
-    option(
-        "--warm-up",
-        type=int,
-        default=10,
-        metavar="N",
-        help="with --collect: iterations not counted (10)",
-    )
+    option("--figure", type=names_of(NAMES), default=NAMES, help=meaning)
+    option("--out", type=Path, default=ROOT / "out" / "paper")
+    meaning = "take the recorded results of the benchmarks"
+    option("--skip-measurements", action="store_true", help=meaning)
+    meaning = "add what a figure's jobs measured (scripts/slurm/sweep.py)"
+    option("--collect", type=Path, metavar="DIR", help=meaning)
     options = parser.parse_args(words)
+    options.out = options.out.resolve()
     if options.collect and len(options.figure) > 1:
         parser.error("--collect: give the --figure whose jobs are in it")
     return options
 
 
-def run(options: Namespace) -> int:
+def holding(claims: list[Claim]) -> int:
+    return [claim.holds for claim in claims].count(True)
+
+
+def run(options: Namespace) -> None:
     texts = []
     claims = []
     for figure in options.figure:
         text, rows = write_figure(figure, options)
-        held = sum(row.holds is True for row in rows)
+        held = holding(rows)
         print(f"{title(figure)}: {held} of {len(rows)} claims hold", flush=True)
         texts.append(text)
         claims += rows
@@ -277,29 +259,26 @@ def run(options: Namespace) -> int:
         pages = "report.md"
         write_whole(options.out / pages, "\n".join([head(claims), *texts]))
     print(f"wrote {pages} in {options.out}")
-    return 0
 
 
 def head(claims: list[Claim]) -> str:
-    counts = Counter((row.decides, row.holds) for row in claims)
-    listed = ["| decided by | hold | do not | open |", "| --- | ---: | ---: | ---: |"]
-    for way in dict.fromkeys(row.decides for row in claims):
-        hold, fail, open_ = (counts[way, verdict] for verdict in (True, False, None))
-        listed.append(f"| {way} | {hold} | {fail} | {open_} |")
-    readings = ["| reading | |", "| --- | --- |"]
-    for reading in READINGS:
-        readings.append(f"| {reading.name} | {reading.says} |")
+    counts = {}
+    for row in claims:
+        new = {"decided by": row.decides, "hold": 0, "do not": 0, "open": 0}
+        count = counts.setdefault(row.decides, new)
+        count[{True: "hold", False: "do not", None: "open"}[row.holds]] += 1
+    readings = [{"reading": reading.name, "": reading.says} for reading in READINGS]
     measured = []
     for entry in PAPER["measured"].values():
         item = f"- {entry['what']}"
         measured.append(textwrap.fill(item, 118, subsequent_indent="  "))
     return HEAD.format(
         count=len(claims),
-        held=sum(row.holds is True for row in claims),
+        held=holding(claims),
         tolerance=PAPER["tolerance"],
-        listed="\n".join(listed),
+        listed=markdown(counts.values()),
         turning=sum(bool(row.turns) for row in claims),
-        readings="\n".join(readings),
+        readings=markdown(readings),
         measured="\n".join(measured),
     )
 

@@ -6,8 +6,6 @@ needs no argument. The others have as arguments what they need: `found`, a figur
 points, or `reading`. Measured claims fill their row.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -15,11 +13,15 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from bench.planner_checks import PAPER as SPACE
 from bench.planner_checks import best, throughput
@@ -48,17 +50,17 @@ def flush_cost() -> Judged:
     for d in (4, 8, 64):
         flushed = iteration_time(SCHEDULES["gpipe"], d, d)
         shares.append(flushed / iteration_time(SCHEDULES["2bw"], d, d))
-    text = ", ".join(f"{share:.2f}" for share in shares)
+    text = ", ".join(map("{:.2f}".format, shares))
     return f"{text} at d = m = 4, 8, 64", agrees(2, max(shares))
 
 
-def most_held(name: str, shape: Shape) -> tuple[int, int]:
-    """The most (microbatches between forward and backward, weight versions) that a
-    stage of the schedule's lists has: versions are those of these microbatches and the
-    newest."""
-    stashes = versions = 0
+def most_held(name: str, shape: Shape) -> Counter[str]:
+    """The most stashes (microbatches between forward and backward) and weight versions
+    that a stage of the schedule's lists has: versions are those of these microbatches
+    and the newest."""
+    most = Counter()
     for stage in range(shape.stages):
-        live: dict[int, int] = {}
+        live = {}
         steps = 0
         for iteration in range(shape.end):
             for action in SCHEDULES[name].actions(shape, stage, iteration):
@@ -68,30 +70,26 @@ def most_held(name: str, shape: Shape) -> tuple[int, int]:
                     del live[action.microbatch]
                 elif action.kind == STEP:
                     steps += 1
-                stashes = max(stashes, len(live))
-                versions = max(versions, len({*live.values(), steps}))
-    return stashes, versions
+                versions = {*live.values(), steps}
+                most |= Counter(stashes=len(live), versions=len(versions))
+    return most
 
 
-def pipedream_versions() -> Judged:
-    most = [most_held("pipedream", Shape(d, 1, 0, 4 * d))[1] for d in (2, 4, 8)]
-    return f"{most} at d = 2, 4, 8", most == [2, 4, 8]
-
-
-def versions() -> Judged:
-    most = [most_held("2bw", Shape(d, d, 0, 5))[1] for d in (2, 4, 8)]
-    return f"{most} at d = 2, 4, 8", most == [2, 2, 2]
-
-
-def in_flight() -> Judged:
-    most = [most_held("2bw", Shape(d, 4 * d, 0, 3))[0] for d in (2, 4, 8)]
-    return f"{most} at d = 2, 4, 8", most == [2, 4, 8]
+def judge_held(spec: Row, row: Claim) -> None:
+    """Fills the row: the most versions, or stashes, of a schedule in each shape."""
+    held = spec["held"]
+    most = []
+    for sizes in held["shapes"]:
+        counts = most_held(held["schedule"], Shape(*sizes))
+        most.append(counts[held["of"]])
+    row.predicted = f"{most} at {held['at']}"
+    row.holds = most == held["most"]
 
 
 def flush_stashes() -> Judged:
     shape = Shape(8, 32, 0, 2)
-    flush, _ = most_held("pipedream-flush", shape)
-    gpipe, _ = most_held("gpipe", shape)
+    flush = most_held("pipedream-flush", shape)["stashes"]
+    gpipe = most_held("gpipe", shape)["stashes"]
     return f"{flush} against {gpipe} at d = 8, m = 32", (flush, gpipe) == (8, 32)
 
 
@@ -102,8 +100,9 @@ def version_formula() -> Judged:
         for stage, iteration in itertools.product(range(d), range(5)):
             for action in SCHEDULES["2bw"].actions(shape, stage, iteration):
                 if action.kind in (F, B):
+                    batch = action.microbatch // m
                     passes += 1
-                    wrong += action.version != max(action.microbatch // m - 1, 0)
+                    wrong += action.version != max(batch - 1, 0)
     return f"{wrong} of {passes} passes differ", not wrong
 
 
@@ -120,20 +119,23 @@ def placement() -> Judged:
 
 
 def recompute_larger(found: list[Point]) -> Judged:
-    largest: dict[str, int] = defaultdict(int)
+    largest = defaultdict(int)
     for point in found:
         if point.predicted != "OOM":
             way = f"{point.figure} {point.series.split()[-1]}"
             largest[way] = max(largest[way], point.x)
-    none_a, full_a = largest["10a none"], largest["10a full"]
-    none_b, full_b = largest["10b none"], largest["10b full"]
-    holds = full_a > none_a and full_b > none_b and full_b * none_a > full_a * none_b
+    none_a = largest["10a none"]
+    full_a = largest["10a full"]
+    none_b = largest["10b none"]
+    full_b = largest["10b full"]
+    larger = full_a > none_a and full_b > none_b
+    holds = larger and full_b * none_a > full_a * none_b
     return f"10a {none_a} to {full_a}, 10b {none_b} to {full_b}", holds
 
 
 def deeper_larger(found: list[Point]) -> Judged:
     sizes = [point.predicted for point in found if point.series == "2 gradient slots"]
-    text = ", ".join(f"{size:.1f}" for size in sizes)
+    text = ", ".join(map("{:.1f}".format, sizes))
     return f"{text} billion at d = 4 ... 64", sizes == sorted(set(sizes))
 
 
@@ -145,24 +147,26 @@ def largest(found: list[Point]) -> Judged:
 
 
 def table_values(found: list[Point]) -> Judged:
-    wrong = []
+    texts = [""]
+    right = 0
     for point in found:
-        if not agrees(point.paper, point.alone):
-            share = point.alone / point.paper
-            model = point.panel.split()[0]
-            wrong.append(f"{model} {point.x}: {share:.2f} of the paper's")
-    right = f"{len(found) - len(wrong)} of {len(found)}"
-    return "; ".join([right, *wrong]), not wrong
+        if agrees(point.paper, point.alone):
+            right += 1
+            continue
+        share = point.alone / point.paper
+        model = point.panel.split()[0]
+        texts.append(f"{model} {point.x}: {share:.2f} of the paper's")
+    texts[0] = f"{right} of {len(found)}"
+    return "; ".join(texts), right == len(found)
 
 
 def ticked(found: list[Point]) -> Judged:
-    fastest: dict[str, Point] = {}
-    for point in found:
-        first = fastest.setdefault(point.figure, point)
-        if point.alone > first.alone:
-            fastest[point.figure] = point
-    same = sum(point.ticked for point in fastest.values())
-    return f"{same} of {len(fastest)}", same == len(fastest)
+    fastest = {}
+    for point in sorted(found, key=attrgetter("alone")):
+        fastest[point.figure] = point.ticked
+    same = sum(fastest.values())
+    count = len(fastest)
+    return f"{same} of {count}", same == count
 
 
 def chosen(reading: Reading) -> Judged:
@@ -170,44 +174,47 @@ def chosen(reading: Reading) -> Judged:
     texts = []
     same = 0
     for run in grid(panels("table1"), reading=reading):
-        if run.panel.ticked:
-            own = best(run.cost, SPACE)
-            same += (own.width, own.depth) == (run.plan.width, run.plan.depth)
-            kept = best(run.cost, replace(SPACE, depth=(run.plan.depth,)))
-            share = throughput(run.cost, kept) / throughput(run.cost, own)
-            sizes = f"({own.width}, {own.depth}) b {own.microbatch}"
-            texts.append(f"{run.panel.model} {sizes}, the ticked sizes {share:.2f}")
-    return f"{same} of {len(texts)}: {'; '.join(texts)}", same == len(texts)
+        if not run.panel.ticked:
+            continue
+        cost = run.cost
+        depth = run.plan.depth
+        own = best(cost, SPACE)
+        same += own.depth == depth and own.width == run.plan.width
+        kept = best(cost, replace(SPACE, depth=(depth,)))
+        share = throughput(cost, kept) / throughput(cost, own)
+        sizes = f"({own.width}, {own.depth}) b {own.microbatch}"
+        texts.append(f"{run.panel.model} {sizes}, the ticked sizes {share:.2f}")
+    count = len(texts)
+    listed = "; ".join(texts)
+    return f"{same} of {count}: {listed}", same == count
 
 
 def whole_models(reading: Reading) -> Judged:
-    plans = {
-        "data parallelism": Plan(1, 1, 8, 1, 1, "full", "megatron"),
-        "PipeDream": Plan(1, 8, 1, 1, 1, "full", "pipedream"),
-    }
+    data = []
+    pipedream = []
+    for name in ("gpt-1.3b", "gpt-2.2b", "gpt-3.8b"):
+        cost = cost_of(name, 1, reading)
+        if cost.fits(Plan(1, 1, 8, 1, 1, "full", "megatron")):
+            data.append(name)
+        if cost.fits(Plan(1, 8, 1, 1, 1, "full", "pipedream")):
+            pipedream.append(name)
     texts = []
-    none_fits = True
-    for way, plan in plans.items():
-        fitting = []
-        for name in ("gpt-1.3b", "gpt-2.2b", "gpt-3.8b"):
-            if cost_of(name, 1, "fp16", reading).fits(plan):
-                fitting.append(name)
-                none_fits = False
-        texts.append(f"{way}: {', '.join(fitting) or 'none'} fits")
-    return "; ".join(texts), none_fits
+    for way, fitting in (("data parallelism", data), ("PipeDream", pipedream)):
+        names = ", ".join(fitting) or "none"
+        texts.append(f"{way}: {names} fits")
+    return "; ".join(texts), not data + pipedream
 
 
 def megatron_8b(reading: Reading) -> Judged:
-    cost = cost_of("gpt-8.3b", clusters.preset("p3dn.24xlarge", 1), "fp16", reading)
+    cost = cost_of("gpt-8.3b", clusters.preset("p3dn.24xlarge", 1), reading)
     plan = Plan(8, 1, 1, 1, 8, "full", "megatron")
     gib = cost.memory.heaviest(plan) / GIB
     return f"{gib:.1f} GiB of {cost.allowed(plan) / GIB:.1f}", cost.fits(plan)
 
 
 def planned_depths(reading: Reading) -> Judged:
-    small, large = (
-        cost_of(name, 8, "fp16", reading) for name in ("gpt-2.2b", "gpt-3.8b")
-    )
+    small = cost_of("gpt-2.2b", 8, reading)
+    large = cost_of("gpt-3.8b", 8, reading)
     texts = []
     for batch in (512, 1024, 2048):
         space = replace(SPACE, batch=batch, extra_warmup=reading.ahead)
@@ -220,23 +227,29 @@ def fastest(reading: Reading) -> Judged:
     interleaved stages too."""
     texts = []
     holds = True
+    every = ("2bw", "pipedream-flush", "megatron")
     for name, servers, batch in (
         ("gpt-2.2b", 1, 64),
         ("gpt-2.2b", 8, 2048),
         ("gpt-3.8b", 8, 2048),
     ):
-        cost = cost_of(name, servers, "fp16", reading)
+        cost = cost_of(name, servers, reading)
         space = replace(SPACE, batch=batch, virtual=None, extra_warmup=reading.ahead)
         speeds = {}
-        for schedule in ("2bw", "pipedream-flush", "megatron"):
+        shown = []
+        for schedule in every:
             plan = best(cost, replace(space, schedules=(schedule,)))
             if plan:
-                speeds[plan.schedule_name] = throughput(cost, plan)
-        space = replace(space, schedules=("2bw", "pipedream-flush", "megatron"))
-        advised = advice.ranked(Search(cost, space), 1)[0][0].schedule_name
-        shown = ", ".join(f"{way} {speed:.1f}" for way, speed in speeds.items())
-        texts.append(f"{name} at {batch}: {shown} samples/s, advised is {advised}")
-        holds &= max(speeds, key=speeds.get).startswith("2bw")
+                speed = throughput(cost, plan)
+                speeds[plan.schedule_name] = speed
+                shown.append(f"{plan.schedule_name} {speed:.1f}")
+        space = replace(space, schedules=every)
+        (first, *_), *_ = advice.ranked(Search(cost, space), 1)
+        listed = ", ".join(shown)
+        advised = f"advised is {first.schedule_name}"
+        texts.append(f"{name} at {batch}: {listed} samples/s, {advised}")
+        fastest = max(speeds, key=speeds.get)
+        holds &= fastest.startswith("2bw")
     return "; ".join(texts), holds
 
 
@@ -269,42 +282,50 @@ def measured_rows(name: str, out: Path, fresh: bool) -> list[Row]:
 def measured_value(spec: Row, rows: Sequence[Row]) -> float:
     """The value that a claim takes from the rows: of one row, or the ratio of a
     pair."""
-    if "row" in spec:
-        return _matching_row(rows, spec["row"])[spec["of"]]
-    one, two = spec["ratio"]
-    return _matching_row(rows, one)[spec["of"]] / _matching_row(rows, two)[spec["of"]]
+    values = []
+    for wanted in spec.get("ratio") or [spec["row"]]:
+        row = next(row for row in rows if wanted.items() <= row.items())
+        values.append(row[spec["of"]])
+    return values[0] / values[1] if "ratio" in spec else values[0]
 
 
-def _matching_row(rows: Sequence[Row], wanted: Row) -> Row:
-    return next(row for row in rows if wanted.items() <= row.items())
+def recorded(name: str) -> Row:
+    return json.loads((ROOT / name).read_text())
 
 
 def judge_runs(
     spec: Row,
     row: Claim,
-    runs: Mapping[str, Sequence[float]],
+    runs: Mapping[str, Any],
     unit: str,
 ) -> None:
     """Fills the row with mean and interval of 95 % of each label's values. That of 2bw
     decides."""
     notes = []
     for label, values in runs.items():
+        count = len(values)
         mean = statistics.fmean(values)
-        half = T95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+        error = statistics.stdev(values) / math.sqrt(count)
+        half = T95[count] * error
         text = f"{mean:+.2f} ± {half:.2f}"
         if label == "2bw":
             row.here = f"{text} {unit}"
             row.holds = _holds(spec, mean, half)
         else:
             notes.append(f"{label}: {text}")
-    row.notes += [f"{len(values)} seeds", *notes]
+    row.notes += [f"{count} seeds", *notes]
 
 
 def _holds(spec: Row, mean: float, half: float) -> bool | None:
     """Whether the interval lies below spec["most"] and the tolerance, or above
     spec["least"]; None if it has values on both sides."""
-    side, bound = (1, spec["most"]) if "most" in spec else (-1, spec["least"])
-    beyond = side * (mean - bound) - PAPER["tolerance"] * abs(bound)
+    if "most" in spec:
+        bound = spec["most"]
+        beyond = mean - bound
+    else:
+        bound = spec["least"]
+        beyond = bound - mean
+    beyond -= PAPER["tolerance"] * abs(bound)
     return None if abs(beyond) < half else beyond <= 0
 
 
@@ -318,21 +339,21 @@ def judge_losses(spec: Row, row: Claim, collected: Mapping[str, Row]) -> None:
     one = real.get((spec["vanilla"], "pipedream-flush"))
     if one and two:
         row.on_cluster = f"{100 * (math.exp(two - one) - 1):+.2f} % perplexity"
-    content = json.loads((ROOT / PAPER["convergence"][spec["task"]]).read_text())
+    content = recorded(PAPER["convergence"][spec["task"]])
     variants = {entry["variant"]: entry for entry in content["summary"]}
     vanilla = variants.pop("vanilla")["validation_loss"]["by_seed"]
     unit = "% perplexity"
     runs = {}
     for variant, entry in variants.items():
-        losses = entry["validation_loss"]["by_seed"]
-        gaps = [math.expm1(loss - vanilla[seed]) for seed, loss in losses.items()]
-        # of the recorded runs; megatron-2bw convergence has no lag now
-        if spec["id"] == "lag":
-            unit = "% of the iterations"
-            lags = entry["lag_iterations"]["by_seed"].values()
-            runs[variant] = [100 * lag / content["iterations"] for lag in lags]
-        else:
-            runs[variant] = [100 * gap for gap in gaps]
+        runs[variant] = []
+        for seed, loss in entry["validation_loss"]["by_seed"].items():
+            # of the recorded runs; megatron-2bw convergence has no lag now
+            if spec["id"] == "lag":
+                unit = "% of the iterations"
+                lag = entry["lag_iterations"]["by_seed"][seed]
+                runs[variant].append(100 * lag / content["iterations"])
+            else:
+                runs[variant].append(100 * math.expm1(loss - vanilla[seed]))
     judge_runs(spec, row, runs, unit)
     rate = content["learning_rates"][0]
     row.notes.append(f"a small model, {content['iterations']} iterations at {rate}")
@@ -341,14 +362,13 @@ def judge_losses(spec: Row, row: Claim, collected: Mapping[str, Row]) -> None:
 def judge_accuracy(spec: Row, row: Claim) -> None:
     """Table 2 in small: points of accuracy above vanilla's, of the same pretraining and
     finetuning seeds."""
-    table2 = json.loads((ROOT / "docs" / "table2.json").read_text())["rows"]
+    task = spec["task"]
     accuracies = {}
-    for entry in table2:
-        if entry["task"] == spec["task"]:
-            accuracies[entry["label"]] = entry["runs"].values()
+    for entry in recorded("docs/table2.json")["rows"]:
+        if entry["task"] == task:
+            accuracies[entry["label"]] = np.array([*entry["runs"].values()])
     vanilla = accuracies.pop("vanilla")
     gains = {}
     for label, values in accuracies.items():
-        pairs = zip(values, vanilla, strict=True)
-        gains[label] = [value - other for value, other in pairs]
-    judge_runs(spec, row, gains, f"points in `{spec['task']}`")
+        gains[label] = values - vanilla
+    judge_runs(spec, row, gains, f"points in `{task}`")

@@ -23,14 +23,12 @@ from megatron_2bw.tools.planner.descriptions.model import FLAGS, preset
 from megatron_2bw.tools.planner.descriptions.plan import Plan
 
 Row = dict[str, Any]
+Shape = tuple[tuple[str, int], ...]
 
 PAPER: Row = read_yaml(Path(__file__).with_name("paper.yaml"))
-# The systems of section 5.2: the schedule, and whether the model is split into stages
-# or by tensor parallelism.
-SYSTEMS = {
-    name: (system["schedule"], system["split"] == "stages")
-    for name, system in PAPER["systems"].items()
-}
+# The systems of section 5.2: the schedule, and the number of stages or of tensor ranks
+# in a model-parallel group, which the panel gives.
+SYSTEMS = PAPER["systems"]
 
 
 @dataclass(frozen=True)
@@ -62,12 +60,12 @@ class Panel:
     microbatches: tuple[int, ...] = ()
     systems: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ("full",)
-    shape: tuple[tuple[str, int], ...] = ()
+    shape: Shape = ()
     precision: str = ""
     cluster: str = "p3.16xlarge"
     rounds: bool = True
     iterations: int = 0
-    paper: float | None = None
+    paper: float | str = ""
     ticked: bool = False
     label: str = ""
 
@@ -141,9 +139,9 @@ class FreeMessages(Cost):
 def cost_of(
     name: str,
     cluster: Cluster | int,
-    precision: str = "fp16",
     reading: Reading = FIRST,
-    *shape: tuple[str, int],
+    precision: str = "fp16",
+    shape: Shape = (),
 ) -> Cost:
     """The cost of a preset's model on a cluster, or on so many of the paper's servers.
     The paper's code did not sum the gradients of tied embeddings over stages."""
@@ -151,7 +149,8 @@ def cost_of(
         cluster = replace(named_cluster("p3.16xlarge"), servers=cluster)
     sizes = {"sequence": 512, **dict(shape)}
     # groups, head_size and ffn follow from heads and hidden
-    model = replace(preset(name), tied=False, groups=0, head_size=0, ffn=0, **sizes)
+    sizes |= {"groups": 0, "head_size": 0, "ffn": 0}
+    model = replace(preset(name), tied=False, **sizes)
     kind = FreeMessages if reading.free else Cost
     cost = kind(model, cluster, precision, margin=reading.margin)
     cost.channels = reading.channels or cost.channels
@@ -171,15 +170,13 @@ class Run:
 
     @property
     def name(self) -> str:
-        parts = [
-            self.panel.figure,
-            self.panel.model,
-            self.system.lower().replace(" ", "-"),
-            f"batch{self.batch}-micro{self.microbatch}",
-            self.recompute.replace("full", ""),
-            self.panel.label,
-        ]
-        return "-".join(filter(None, parts))
+        panel = self.panel
+        system = self.system.lower().replace(" ", "-")
+        sizes = f"batch{self.batch}-micro{self.microbatch}"
+        name = f"{panel.figure}-{panel.model}-{system}-{sizes}"
+        if self.recompute != "full":
+            name += f"-{self.recompute}"
+        return f"{name}-{panel.label}" if panel.label else name
 
     def cost_of(self, reading: Reading) -> Cost:
         """The planner's cost on the panel's GPUs."""
@@ -191,7 +188,7 @@ class Run:
             profile=None,
         )
         precision = panel.precision or PAPER["training"]["precision"]
-        return cost_of(panel.model, cluster, precision, reading, *panel.shape)
+        return cost_of(panel.model, cluster, reading, precision, panel.shape)
 
     @property
     def cost(self) -> Cost:
@@ -212,46 +209,36 @@ class Run:
     def plan(self) -> Plan | None:
         """The sizes; None if the microbatches do not divide the batch or, with 2BW, do
         not fill the stages."""
-        schedule, staged = SYSTEMS[self.system]
+        system = SYSTEMS[self.system]
+        schedule = system["schedule"]
         parallel = self.panel.parallel
         width = self.panel.gpus // parallel
         if not width or self.batch % (self.microbatch * width):
             return None
-        plan = Plan(
-            1 if staged else parallel,
-            parallel if staged else 1,
-            width,
-            self.microbatch,
-            self.batch // (self.microbatch * width),
-            self.recompute,
-            schedule,
-        )
-        if schedule == "2bw" and plan.microbatches < plan.depth:
+        microbatches = self.batch // (self.microbatch * width)
+        sizes = (width, self.microbatch, microbatches, self.recompute, schedule)
+        if system["split"] == "tensor":
+            return Plan(parallel, 1, *sizes)
+        plan = Plan(1, parallel, *sizes)
+        if schedule == "2bw" and microbatches < parallel:
             return None
         if self.recompute == "stage":
-            layers = self.cost.model.layers // plan.depth
+            layers = self.cost.model.layers // parallel
             plan = plan.changed(recompute="full", recompute_layers=layers)
         if schedule == "gpipe" and self.panel.rounds:
             plan = plan.changed(gpipe_round=self.cost.gpipe_round(plan))
         return plan
 
     def row(self) -> Row:
-        plan = self.plan
-        return {
-            "figure": self.panel.figure,
-            "model": self.panel.model,
-            "system": self.system,
-            "schedule": plan.schedule,
-            "servers": self.panel.servers,
-            "gpus": plan.gpus,
-            "tensor": plan.tensor,
-            "depth": plan.depth,
-            "width": plan.width,
-            "microbatch": plan.microbatch,
-            "recompute": self.recompute,
-            "round": plan.gpipe_round or "",
-            "batch": self.batch,
-        }
+        row = {"round": self.plan.gpipe_round or ""}
+        for owner, names in (
+            (self.panel, "figure model servers"),
+            (self, "system batch recompute"),
+            (self.plan, "schedule gpus tensor depth width microbatch"),
+        ):
+            for name in names.split():
+                row[name] = getattr(owner, name)
+        return row
 
 
 def grid(
@@ -276,4 +263,5 @@ def grid(
 
 def panels(figure: str) -> list[Panel]:
     """The runs of a figure or table of paper.yaml; none if nothing of it is trained."""
-    return [Panel.of(entries) for entries in PAPER["figures"][figure].get("runs", ())]
+    runs = PAPER["figures"][figure].get("runs", ())
+    return list(map(Panel.of, runs))

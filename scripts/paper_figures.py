@@ -5,8 +5,6 @@ Invariant: a claim's number comes from the same plans as the figure's bars; what
 of memory has no speed.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +13,16 @@ from typing import Any
 
 from megatron_2bw.tools.planner.cost.memory import GIB
 from megatron_2bw.tools.planner.descriptions.plan import Plan
-from scripts.paper_data import FIRST, PAPER, Panel, Reading, Row, Run, cost_of, grid
+from scripts.paper_data import (
+    FIRST,
+    PAPER,
+    Panel,
+    Reading,
+    Row,
+    Run,
+    cost_of,
+    grid,
+)
 
 HEADS = 32  # of Figure 11's models
 
@@ -95,33 +102,21 @@ def points(
             continue
         point = _point(run, panel, series, x, y)
         point.measured = _measured(measured.get(run.name, {}), y)
-        fastest[panel, series, x] = _faster(
-            fastest.get((panel, series, x), point), point
-        )
+        place = (panel, series, x)
+        fastest[place] = _faster(fastest.get(place, point), point)
     return list(fastest.values())
 
 
 def _point(run: Run, panel: str, series: str, x: Any, y: str) -> Point:
+    own = run.panel
     gib = run.cost.memory.heaviest(run.plan) / GIB
     room = run.cost.allowed(run.plan) / GIB
-    if y == "GiB":
-        alone = predicted = gib
-    else:
-        alone = run.speed() / (run.panel.servers if y.endswith("a server") else 1)
-        predicted = alone if gib <= room else "OOM"
-    return Point(
-        run.panel.figure,
-        panel,
-        series,
-        x,
-        predicted,
-        plan=run.plan.name,
-        gib=gib,
-        room=room,
-        alone=alone,
-        paper="" if run.panel.paper is None else run.panel.paper,
-        ticked=run.panel.ticked,
-    )
+    alone = gib
+    if y != "GiB":
+        alone = run.speed() / (own.servers if y.endswith("a server") else 1)
+    predicted = alone if gib <= room or y == "GiB" else "OOM"
+    point = Point(own.figure, panel, series, x, predicted, run.plan.name, gib, room)
+    return replace(point, alone=alone, paper=own.paper, ticked=own.ticked)
 
 
 def _measured(row: Row, y: str) -> float | str:
@@ -169,34 +164,43 @@ def ratios(
     An entry of `ratio` is a series, or a series and its x; with `best` each series'
     largest value counts.
     """
-    numbers: dict[tuple[str, str, Any], float] = {}
+    numbers = {}
     for point in found:
         place = (point.figure, point.series, "" if "best" in spec else point.x)
         number = _number(getattr(point, value))
         numbers[place] = max(numbers.get(place, -1.0), number)
     one, two = spec["ratio"]
-    fixed = isinstance(one, list)
     ratio = {}
     for figure, _, x in numbers:
-        over = numbers.get((figure, *one) if fixed else (figure, one, x), -1.0)
-        under = numbers.get((figure, *two) if fixed else (figure, two, x), -1.0)
-        counts = figure in spec["panels"] and x in spec.get("at", [x])
-        if counts and over > 0 and under > 0:
-            ratio[figure, "" if fixed else x] = over / under
+        if figure not in spec["panels"] or x not in spec.get("at", [x]):
+            continue
+        first = (figure, one, x)
+        second = (figure, two, x)
+        if isinstance(one, list):
+            first = (figure, *one)
+            second = (figure, *two)
+            x = ""
+        over = numbers.get(first, -1.0)
+        under = numbers.get(second, -1.0)
+        if over > 0 and under > 0:
+            ratio[figure, x] = over / under
     return ratio
 
 
 def judge_ratio(spec: Row, row: Claim, found: list[Point]) -> None:
     """Fills the row. The largest ratio decides, as `up to` does in the text; with
     `every`, all of them. The row shows the largest of each panel."""
-    shown: dict[str, float] = {}
-    for (panel, x), ratio in ratios(spec, found, spec.get("of", "predicted")).items():
+    shown = {}
+    value = spec.get("of", "predicted")
+    for (panel, x), ratio in ratios(spec, found, value).items():
         label = f"{panel} at {x}" if "every" in spec and x else panel
         shown[label] = max(shown.get(label, 0.0), ratio)
     judged = sorted(shown.values())
     if "every" not in spec:
         judged = judged[-1:]
-    row.holds = bool(judged) and all(agrees(spec["paper"], ratio) for ratio in judged)
+    row.holds = bool(judged)
+    for ratio in judged:
+        row.holds &= agrees(spec["paper"], ratio)
     text = ", ".join(f"{label} {ratio:.2f}" for label, ratio in shown.items())
     row.predicted = text or "no ratio: out of memory"
     if real := ratios(spec, found, "measured"):
@@ -220,9 +224,7 @@ def judge_fit(spec: Row, row: Claim, found: list[Point]) -> None:
 
 
 @lru_cache
-def largest_model(
-    depth: int, slots: int, reading: Reading = FIRST
-) -> tuple[float, int, int]:
+def largest_model(depth: int, slots: int, reading: Reading) -> tuple[float, int, int]:
     """(billions of parameters, layers, hidden) of the largest model with equal stages
     that fits on 64 V100."""
     width = 64 // depth
@@ -231,7 +233,8 @@ def largest_model(
     first, last, step = PAPER["figures"]["11"]["hidden"]
     for hidden in range(first, last + 1, step):
         for layers in itertools.count(depth, depth):
-            cost = cost_of("gpt-28.3b", 8, "fp16", reading, *_shape(layers, hidden))
+            shape = (("layers", layers), ("hidden", hidden), ("heads", HEADS))
+            cost = cost_of("gpt-28.3b", 8, reading, shape=shape)
             if not cost.fits(plan):
                 break
             billions = cost.model.parameters() / 1e9
@@ -239,48 +242,15 @@ def largest_model(
     return largest
 
 
-def _shape(layers: int, hidden: int) -> tuple[tuple[str, int], ...]:
-    return ("layers", layers), ("hidden", hidden), ("heads", HEADS)
-
-
-def largest_panels() -> list[Panel]:
-    """Figure 11 as runs: at each depth the largest model by `largest_model`, and one
-    layer more on each stage."""
-    panels = []
-    for depth in PAPER["figures"]["11"]["depths"]:
-        _, layers, hidden = largest_model(depth, 2)
-        for count in (layers, layers + depth):
-            panel = Panel(
-                f"11-d{depth}-l{count}",
-                "gpt-28.3b",
-                servers=8,
-                gpus_per_server=8,
-                parallel=depth,
-                batches=(64,),
-                microbatches=(1,),
-                systems=("PipeDream-2BW",),
-                shape=_shape(count, hidden),
-            )
-            panels.append(panel)
-    return panels
-
-
-def largest_models(
-    measured: Mapping[str, Row], reading: Reading = FIRST
-) -> list[Point]:
+def largest_models(reading: Reading) -> list[Point]:
     """Figure 11: for each depth and number of gradient slots, the largest model that
     fits, over the hidden sizes."""
     found = []
-    for slots, depth in itertools.product((1, 2), PAPER["figures"]["11"]["depths"]):
+    depths = PAPER["figures"]["11"]["depths"]
+    for slots, depth in itertools.product((1, 2), depths):
         billions, layers, hidden = largest_model(depth, slots, reading)
         series = "1 gradient slot" if slots == 1 else "2 gradient slots"
         point = Point("11", "64 GPUs", series, depth, billions)
         point.plan = f"{layers} layers of {hidden}"
-        for row in measured.values() if slots == 2 else ():
-            if row["depth"] == depth:
-                count = int(row["figure"].rpartition("-l")[2])
-                completed = row["status"] == "completed"
-                ran = billions * count / layers if completed else row["status"]
-                point.measured = max(ran, point.measured or ran, key=_number)
         found.append(point)
     return found

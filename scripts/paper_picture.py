@@ -1,8 +1,6 @@
 """The pictures of the paper's figures with numbers: bars by x, or curves over x, a
 panel for each model and cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ def draw(found: Sequence[Point], spec: Row, path: Path) -> None:
     black dots. spec: the figure in paper.yaml."""
     series = list(dict.fromkeys(point.series for point in found))
     colours = dict(zip(series, COLOURS[-len(series) :]))
-    panels: dict[str, list[Point]] = {}
+    panels = {}
     for point in found:
         panels.setdefault(point.panel, []).append(point)
     figure = new_figure(10, 4)
@@ -50,23 +48,31 @@ def _draw_panel(
     places = list(dict.fromkeys(point.x for point in found))
     if not isinstance(places[0], str):
         places.sort()
-    names = [name for name in colours if any(name == point.series for point in found)]
+    present = {point.series for point in found}
+    names = [name for name in colours if name in present]
     curves = spec.get("picture") == "curves"
     dotted = any(_dot(point) for point in found)
     for number, name in enumerate(names):
+        shift = 0 if curves else 0.8 * (number + 0.5) / len(names) - 0.4
         own = [point for point in found if point.series == name]
         own.sort(key=lambda point: places.index(point.x))
-        lefts = [places.index(point.x) for point in own]
+        heights = {}
+        dots = {}
+        for point in own:
+            left = places.index(point.x) + shift
+            heights[left] = point.predicted
+            if not isinstance(_dot(point), str):
+                dots[left] = _dot(point)
+        style = {"color": colours[name], "label": name}
         if curves:
             # a curve below another one remains visible
             size = 3 + 1.5 * (len(names) - number)
-            _draw_curve(axes, lefts, own, colours[name], size)
+            _draw_curve(axes, heights, size, style)
         else:
-            shift = 0.8 * (number + 0.5) / len(names) - 0.4
-            lefts = [left + shift for left in lefts]
-            width = 0.75 / len(names)
-            _draw_bars(axes, lefts, own, colours[name], width, dotted)
-        _draw_dots(axes, lefts, own)
+            _draw_bars(axes, heights, 0.75 / len(names), dotted, style)
+        if dots:
+            black = {"color": "black", "label": "measured, or the paper's"}
+            axes.plot(dots.keys(), dots.values(), "o", markersize=4, zorder=3, **black)
     labels = [str(place).replace(" b ", "\nb ") for place in places]
     axes.set_xticks(range(len(places)), labels)
     label = spec.get("label", spec["x"])
@@ -82,88 +88,55 @@ def _dot(point: Point) -> float | str:
     return point.measured or point.paper
 
 
-def _draw_curve(
-    axes: Any, lefts: list[int], own: list[Point], colour: str, size: float
-) -> None:
-    xs = []
-    heights = []
-    for left, point in zip(lefts, own):
-        if point.predicted == "OOM":
+def _draw_curve(axes: Any, heights: dict[float, Any], size: float, style: Row) -> None:
+    """heights: by place"""
+    curve = {}
+    for left, height in heights.items():
+        if height == "OOM":
+            colour = style["color"]
             axes.plot(left, 0, "x", color=colour, markersize=size, clip_on=False)
         else:
-            xs.append(left)
-            heights.append(point.predicted)
-    axes.plot(
-        xs,
-        heights,
-        "o-",
-        color=colour,
-        markersize=size,
-        linewidth=size / 3,
-        label=own[0].series,
-    )
+            curve[left] = height
+    line = {"markersize": size, "linewidth": size / 3}
+    axes.plot(curve.keys(), curve.values(), "o-", **line, **style)
 
 
 def _draw_bars(
-    axes: Any,
-    lefts: list[float],
-    own: list[Point],
-    colour: str,
-    width: float,
-    dotted: bool,
+    axes: Any, heights: dict[float, Any], width: float, dotted: bool, style: Row
 ) -> None:
-    heights = [0 if point.predicted == "OOM" else point.predicted for point in own]
-    axes.bar(lefts, heights, width, color=colour, label=own[0].series)
-    for left, height in zip(lefts, heights):
-        word = f"{height:.{3 if height < 1000 else 4}g}" if height else "OOM"
-        style = {"y": height, "rotation": 90}
+    for left, height in heights.items():
+        word = height
+        if height == "OOM":
+            height = 0
+        else:
+            word = f"{height:.{3 if height < 1000 else 4}g}"
+        axes.bar(left, height, width, **style)
+        place = {"y": height, "rotation": 90}
         if dotted:  # apart from the dots
-            style = {"y": 0, "rotation": 0, "color": "white"}
-        axes.text(left, s=f" {word}", ha="center", va="bottom", fontsize=7, **style)
+            place = {"y": 0, "color": "white"}
+        axes.text(left, s=f" {word}", ha="center", va="bottom", fontsize=7, **place)
 
 
-def _draw_dots(axes: Any, lefts: Sequence[float], own: list[Point]) -> None:
-    dots = {}
-    for left, point in zip(lefts, own):
-        if isinstance(_dot(point), float | int):
-            dots[left] = _dot(point)
-    if dots:
-        axes.plot(
-            dots.keys(),
-            dots.values(),
-            "o",
-            color="black",
-            markersize=4,
-            zorder=3,
-            label="measured, or the paper's",
-        )
-
-
-def draw_placement(path: Path, stages: int, width: int, servers: int) -> None:
-    """Figure 4: the stage of each GPU of `servers`, coloured by pipeline, in both of
+def draw_placement(path: Path) -> None:
+    """Figure 4: the stage of each GPU of two servers, coloured by pipeline, in both of
     Megatron's rank orders."""
     from matplotlib.patches import Rectangle
 
     figure = new_figure(9, 3.2)
-    each = stages * width // servers
     near_reductions, near_messages = figure.subplots(1, 2)
     near_reductions.set_title("Megatron's order: reductions stay inside", fontsize=10)
     near_messages.set_title("--use-tp-pp-dp-mapping: messages stay inside", fontsize=10)
     for axes in (near_reductions, near_messages):
-        for rank in range(stages * width):
-            stage, pipeline = divmod(rank, width)
+        for rank in range(8):
+            stage, pipeline = divmod(rank, 2)
             if axes is near_messages:
-                pipeline, stage = divmod(rank, stages)
-            x = rank % each
-            y = -(rank // each)
+                pipeline, stage = divmod(rank, 4)
+            y, x = divmod(rank, 4)
             axes.add_patch(Rectangle((x, y), 0.9, 0.8, color=f"C{pipeline}", alpha=0.4))
             text = f"rank {rank}\nstage {stage}"
             axes.text(x + 0.45, y + 0.4, text, ha="center", va="center")
-        axes.set(xlim=(-0.1, each), ylim=(1.0 - servers, 1.0), xticks=[])
-        axes.set_yticks(
-            [0.4 - server for server in range(servers)],
-            [f"server {server}" for server in range(servers)],
-        )
+        axes.set(xlim=(-0.1, 4), ylim=(2, -0.1), xticks=[])
+        axes.set_yticks([0.4, 1.4], ["server 0", "server 1"])
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
     figure.supxlabel("colours: the pipelines", fontsize=9)

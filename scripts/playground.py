@@ -8,8 +8,6 @@ answers of the presets and of small sizes, the package as a zip file, and Pyodid
 npm. A browser opens index.html also from the file.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import http.server
@@ -86,7 +84,7 @@ def build(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     first = {"presets": presets, "grid": grid({})}
     write_whole(out / "index.html", bundle(SOURCE / "index.html", {"first": first}))
-    rest: Answers = {}
+    rest = {}
     for sizes in SIZES:
         rest |= grid(sizes)
     for preset in presets:
@@ -102,7 +100,7 @@ def build(out: Path) -> None:
 
 def archive(path: Path) -> None:
     """answers.py and the package's modules, as they are."""
-    modules: set[Path] = set()
+    modules = set()
     for pattern in PACKAGE:
         modules |= set(ROOT.glob(f"megatron_2bw/{pattern}"))
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:

@@ -8,13 +8,11 @@
 A DIR is a folder of transformers, or a Megatron checkpoint, which `megatron-2bw convert
 export` converts. A second pretraining of the same kind is vanilla.2=DIR. The perplexity
 is lm-eval's. Words after -- go to scripts/finetune_bert.py. The same command continues
-after any end; a failed model does not stop the others.
+after any end.
 
 Invariant: table2.json and table2.md in --out show every result in --out, of this call
 and of others.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -28,6 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench import tables
 from megatron_2bw.base.argv import split_flags
 from megatron_2bw.base.errors import Parser, UserError, names_of, run_program, words
 from megatron_2bw.base.files import write_json, write_whole
@@ -71,7 +70,7 @@ def exported(name: str, folder: Path, out: Path) -> Path:
 
 def finetune(name: str, folder: Path, task: str, options: Namespace) -> None:
     script = ROOT / "scripts" / "finetune_bert.py"
-    command: list = [sys.executable, script]
+    command = [sys.executable, script]
     if options.gpus > 1:
         command = torchrun(options.gpus, script=script)
     command += ["--task", task, "--model", exported(name, folder, options.out)]
@@ -79,20 +78,20 @@ def finetune(name: str, folder: Path, task: str, options: Namespace) -> None:
     run([*command, "--seeds", options.seeds, *options.flags])
 
 
-def word_perplexity(name: str, folder: Path, task: str, options: Namespace) -> None:
+def word_perplexity(name: str, folder: Path, options: Namespace) -> None:
     """By lm-eval's task wikitext, whose test articles are WikiText-103's too;
     --wikitext: JSON lines with "page"."""
     import lm_eval
     import torch
 
-    results = options.out / task
+    results = options.out / "wikitext"
     results.mkdir(parents=True, exist_ok=True)
-    tasks = [task]
+    tasks = ["wikitext"]
     if options.wikitext:
         tasks = [str(results / "wikitext.yaml")]
         tasks_of_lm_eval = Path(lm_eval.__file__).parent / "tasks"
-        articles = str(Path(options.wikitext).resolve())
-        files = {"train": articles, "validation": articles, "test": articles}
+        articles = str(options.wikitext.resolve())
+        files = dict.fromkeys(("train", "validation", "test"), articles)
         content = {
             "include": str(tasks_of_lm_eval / "wikitext" / "wikitext.yaml"),
             "task": "wikitext",
@@ -116,28 +115,34 @@ def word_perplexity(name: str, folder: Path, task: str, options: Namespace) -> N
 
 def collect(out: Path) -> list[Row]:
     """A row for each task and label with a result or a value of the paper."""
-    found: dict[str, dict[str, dict[str, float]]] = {task: {} for task in TASKS}
+    found = {task: {} for task in TASKS}
     for path in sorted(out.glob("finetuning/*/*/results.json")):
         task = path.parent.name
         name = path.parents[1].name
-        runs = found[task].setdefault(name.split(".")[0], {})
-        for seed, result in json.loads(path.read_text())["seeds"].items():
+        label = name.partition(".")[0]
+        runs = found[task].setdefault(label, {})
+        seeds = json.loads(path.read_text())["seeds"]
+        for seed, result in seeds.items():
             runs[f"{name} seed {seed}"] = result["accuracy"]["all"]
     for path in sorted(out.glob("wikitext/*.json")):
-        runs = found["wikitext"].setdefault(path.stem.split(".")[0], {})
-        runs[path.stem] = json.loads(path.read_text())["word_perplexity"]
+        label = path.stem.partition(".")[0]
+        runs = found["wikitext"].setdefault(label, {})
+        content = json.loads(path.read_text())
+        runs[path.stem] = content["word_perplexity"]
     rows = []
     for task, results in found.items():
         values = VALUES.get(task, {})
         labels = [*values, *sorted(results)] if results else []
         for label in dict.fromkeys(labels):
             runs = results.get(label, {})
-            row = {"task": task, "label": label, "paper": values.get(label)}
+            row = {"task": task, "label": label}
+            row["paper"] = values.get(label)
             row["runs"] = runs
-            if runs:
-                row["mean"] = statistics.fmean(runs.values())
-            if len(runs) > 1:
-                row["deviation"] = statistics.stdev(runs.values())
+            numbers = runs.values()
+            if numbers:
+                row["mean"] = statistics.fmean(numbers)
+            if len(numbers) > 1:
+                row["deviation"] = statistics.stdev(numbers)
             rows.append(row)
     return rows
 
@@ -145,34 +150,30 @@ def collect(out: Path) -> list[Row]:
 def markdown(rows: Sequence[Row]) -> str:
     """A line for each label of a task: here, mean ± standard deviation (number of
     runs), and the paper's value."""
-    lines = ["| task | model | here | paper |", "| --- | --- | ---: | ---: |"]
+    lines = []
     for row in rows:
         task = f"{row['task'].upper()}, accuracy in %"
         if row["task"] == "wikitext":
             task = "WikiText, word perplexity"
-        here = f"{row['mean']:.2f}" if row["runs"] else "–"
-        if "deviation" in row:
-            here += f" ± {row['deviation']:.2f}"
+        here = "–"
         if row["runs"]:
+            here = f"{row['mean']:.2f}"
+            if "deviation" in row:
+                here += f" ± {row['deviation']:.2f}"
             here += f" ({len(row['runs'])})"
-        lines.append(f"| {task} | {row['label']} | {here} | {row['paper'] or '–'} |")
-    return "\n".join(lines) + "\n"
+        cells = {"task": task, "model": row["label"], "here": here}
+        lines.append(cells | {"paper": row["paper"] or "–"})
+    return tables.markdown(lines) + "\n"
 
 
-def work(options: Namespace) -> int:
-    todo = []
+def work(options: Namespace) -> None:
     for name, folder in options.models:
-        todo += [(finetune, name, folder, task) for task in options.tasks]
+        for task in options.tasks:
+            print(f"table2.py: {name}, {task}", flush=True)
+            finetune(name, folder, task, options)
     for name, folder in options.gpt:
-        todo.append((word_perplexity, name, folder, "wikitext"))
-    failed = 0
-    for function, name, folder, task in todo:
-        print(f"table2.py: {name}, {task}", flush=True)
-        try:
-            function(name, folder, task, options)
-        except UserError as error:
-            failed = 1
-            print(f"table2.py: {name}: {error}", file=sys.stderr, flush=True)
+        print(f"table2.py: {name}, wikitext", flush=True)
+        word_perplexity(name, folder, options)
     rows = collect(options.out)
     if not rows:
         raise UserError(f"--out {options.out}: no result is there")
@@ -180,7 +181,6 @@ def work(options: Namespace) -> int:
     text = markdown(rows)
     write_whole(options.out / "table2.md", text)
     print(f"\n{text}\nwrote table2.json and table2.md in {options.out}", flush=True)
-    return failed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -191,35 +191,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="table2.py", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     option = parser.add_argument
-    option("--models", type=models, default=[], metavar="LABEL=DIR,...", help="BERTs")
-    option(
-        "--gpt",
-        type=models,
-        default=[],
-        metavar="LABEL=DIR,...",
-        help="GPTs, for the perplexity",
-    )
+    option("--models", type=models, default=[], help="BERTs: LABEL=DIR,...")
+    option("--gpt", type=models, default=[], help="GPTs, for the perplexity")
     tasks = names_of(TASKS[:-1])
     two = ("mnli", "race")
-    option(
-        "--tasks",
-        type=tasks,
-        default=two,
-        metavar="NAME,...",
-        help="of mnli,race,choice,order",
-    )
-    option(
-        "--wikitext",
-        metavar="FILE",
-        help='JSON lines with "page", instead of the Hub\'s',
-    )
-    option(
-        "--seeds", default="1,2,3", metavar="N,...", help="of the finetuning (1,2,3)"
-    )
-    option(
-        "--gpus", type=int, default=1, metavar="N", help="processes of a finetuning (1)"
-    )
-    option("--out", type=Path, default=ROOT / "out" / "table2", metavar="DIR")
+    option("--tasks", type=tasks, default=two, help="of mnli,race,choice,order")
+    meaning = 'JSON lines with "page", instead of the Hub\'s'
+    option("--wikitext", type=Path, help=meaning)
+    option("--seeds", default="1,2,3", help="of the finetuning (1,2,3)")
+    option("--gpus", type=int, default=1, help="processes of a finetuning (1)")
+    option("--out", type=Path, default=ROOT / "out" / "table2")
     options = parser.parse_args(own)
     options.flags = flags
     options.out = options.out.resolve()

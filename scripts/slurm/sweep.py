@@ -10,8 +10,6 @@ Invariant: every submitted run has a row, with the word of its status file.
     python scripts/paper.py --figure 6 --collect out/figure6
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -24,7 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -41,12 +39,12 @@ from megatron_2bw.tools.planner.descriptions.inputs import numbers
 from megatron_2bw.tools.planner.descriptions.model import PRESETS
 from megatron_2bw.tools.slurm import status
 from scripts.paper_data import FIRST, PAPER, SYSTEMS, Panel, Row, Run, grid, panels
-from scripts.paper_figures import largest_panels
 
 COLUMNS = """
     figure model system schedule servers gpus tensor depth width microbatch recompute round batch status reason
     samples_per_second ms_per_iteration iterations peak_memory_gib validation_loss job run
 """.split()
+WARM_UP = 10  # iterations that are not counted
 PLACE = ("figure", "model", "gpus", "batch", "system")
 
 
@@ -55,24 +53,21 @@ def on_cluster(own: Sequence[Panel], name: str) -> list[Panel]:
     is too small are left out."""
     servers = named_cluster(name)
     each = servers.gpus_per_server
-    preset = name in cluster.PRESETS
-    where = name if preset else str(Path(name).resolve())
+    most = math.inf
+    where = name
+    if name not in cluster.PRESETS:
+        most = servers.gpus
+        where = str(Path(name).resolve())
     fitting = []
     for panel in own:
-        if not preset and panel.gpus > servers.gpus:
-            sizes = f"it needs {panel.gpus} GPUs, {name} has {servers.gpus}"
+        if panel.gpus > most:
+            sizes = f"it needs {panel.gpus} GPUs, {name} has {most}"
             print(f"sweep.py: {panel.figure} is left out: {sizes}", file=sys.stderr)
             continue
-        panel = replace(
-            panel,
-            cluster=where,
-            servers=math.ceil(panel.gpus / each),
-            gpus_per_server=min(each, panel.gpus),
-        )
-        fitting.append(panel)
-    if not fitting:
-        raise UserError(
-            f"--cluster {name}: it has {servers.gpus} GPUs, fewer than any of the runs"
+        count = math.ceil(panel.gpus / each)
+        local = min(each, panel.gpus)
+        fitting.append(
+            replace(panel, cluster=where, servers=count, gpus_per_server=local)
         )
     return fitting
 
@@ -101,78 +96,49 @@ def sbatch(
     iterations = panel.iterations or options.train_iters
     training = f"--two-bw-correction none --train-iters {iterations} --lr {PAPER['training']['lr']}"
     if panel.iterations:
-        data = PAPER["data"][kind]["flags"].split()
-        prefix = str(data_prefix(options.out, kind))
-        variables["DATA_ARGS"] = shlex.join(["--data-path", prefix, *data])
+        prefix = options.out / f"openwebtext-{kind}"
+        variables["DATA_ARGS"] = f"--data-path {prefix} {PAPER['data'][kind]}"
         variables["CHECKPOINTS"] = str(folder / "checkpoints")
         variables["RESTARTS"] = "3"
         training += " " + PAPER["training"]["flags"]
     else:
         command += " --time=15 --no-requeue"
         training += " --eval-iters 0 --log-interval 1"
-    return variables, [
-        *command.split(),
-        f"--output={folder / 'batch.log'}",
-        *shlex.split(options.sbatch),
-        str(ROOT / "scripts" / "slurm" / f"pretrain_{kind}_2bw.sbatch"),
-        *run.plan.flags(precision),
-        *training.split(),
-        *panel.flags,
-        *options.flags,  # what the user gives comes last
-    ]
+    words = [*command.split(), f"--output={folder / 'batch.log'}"]
+    words += shlex.split(options.sbatch)
+    words.append(str(ROOT / "scripts" / "slurm" / f"pretrain_{kind}_2bw.sbatch"))
+    words += run.plan.flags(precision)
+    # what the user gives comes last
+    return variables, [*words, *training.split(), *panel.flags, *options.flags]
 
 
-def data_prefix(out: Path, kind: str) -> Path:
-    return out / f"{PAPER['data']['name']}-{kind}"
-
-
-def preparations(runs: Sequence[Run], out: Path) -> list[str]:
-    """The commands that make the data of whole trainings which are not there yet."""
-    data = PAPER["data"]
-    commands = set()
-    for run in runs:
-        kind = PRESETS[run.panel.model].kind
-        prefix = data_prefix(out, kind)
-        if run.panel.iterations and not prefix.with_suffix(".idx").exists():
-            commands.add(
-                f"megatron-2bw preprocess --task {kind} --dataset {data['dataset']} "
-                f"{data[kind]['prepare']} --output-prefix {shlex.quote(str(prefix))}"
-            )
-    return sorted(commands)
-
-
-def submit(options: Namespace) -> int:
+def submit(options: Namespace) -> None:
     """Submit the runs that are missing or have failed; run.json in a run's folder
     records its job."""
     own = options.panels
     if options.cluster:
         own = on_cluster(own, options.cluster)
     before = stored(options.out) if options.dry_run else _refresh(options.out)
-    words = {run.name: _state(folder).get("status") for run, _, folder in before}
+    words = {}
+    for run, _, folder in before:
+        words[run.name] = _state(folder).get("status")
     runs = []
     for run in grid(own, options.systems, options.micro_batch_size):
         # out of memory is a result
         if words.get(run.name) in (None, "failed", "timeout"):
             runs.append(run)
-    first = preparations(runs, options.out)
     if options.dry_run:
-        print(*first, sep="\n", end="\n" if first else "")
         for run in runs:
             variables, command = sbatch(run, options.out / run.name, options)
             for name, value in variables.items():
                 print(f"{name}={shlex.quote(value)}", end=" ")
             print(shlex.join(command))
-        return 0
-    if first:
-        raise UserError(
-            f"the trainings need data; prepare it first: {' && '.join(first)}"
-        )
+        return
     for number, run in enumerate(runs, 1):
         job = _submit(run, options)
         print(f"{number}/{len(runs)} {run.name}: job {job}", flush=True)
     again = f"python scripts/slurm/sweep.py status --out {options.out}"
     print(f"submitted {len(runs)} runs; {again}")
-    return 0
 
 
 def _submit(run: Run, options: Namespace) -> str:
@@ -180,8 +146,7 @@ def _submit(run: Run, options: Namespace) -> str:
     folder = options.out / run.name
     variables, command = sbatch(run, folder, options)
     set_aside(folder)
-    state = folder / "status.json"
-    status.write(state, status.Outcome("pending", "submitted"))
+    status.write(folder / "status.json", status.Outcome("pending", "submitted"))
     done = subprocess.run(
         command,
         capture_output=True,
@@ -191,9 +156,8 @@ def _submit(run: Run, options: Namespace) -> str:
         start_new_session=True,  # a terminal's Ctrl-C does not reach sbatch
     )
     if done.returncode:
-        why = f"sbatch does not take {run.name}: {' '.join(done.stderr.split())}"
-        status.write(state, status.Outcome("failed", why[:300]))
-        raise UserError(why)
+        why = " ".join(done.stderr.split())
+        raise UserError(f"sbatch does not take {run.name}: {why}")
     job = done.stdout.strip().split(";")[0]
     write_json(folder / "run.json", {"run": asdict(run), "job": job})
     return job
@@ -224,7 +188,7 @@ def _refresh(out: Path) -> list[tuple[Run, str, Path]]:
     return runs
 
 
-def show(options: Namespace) -> int:
+def show(options: Namespace) -> None:
     counts = Counter()
     for run, job, folder in _refresh(options.out):
         state = _state(folder)
@@ -232,10 +196,9 @@ def show(options: Namespace) -> int:
         print(f"{run.name} (job {job}): {state['status']}, {state['reason']}")
     texts = [f"{counts[word]} {word}" for word in status.WORDS if counts[word]]
     print(", ".join(texts) or f"nothing in {options.out}")
-    return 0
 
 
-def rows(out: Path, warm_up: int) -> list[Row]:
+def rows(out: Path, warm_up: int = WARM_UP) -> list[Row]:
     """A row for each run; its speed only if it completed."""
     table_rows = []
     for run, job, folder in _refresh(out):
@@ -244,9 +207,10 @@ def rows(out: Path, warm_up: int) -> list[Row]:
         row |= {"job": job, "run": run.name}
         row |= {"status": state["status"], "reason": state["reason"]}
         if state["status"] == "completed":
-            logs = sorted(folder.glob("start-*-node-*.log"))
-            texts = [path.read_text(errors="replace") for path in logs]
-            row |= measured("\n".join(texts), warm_up)
+            text = ""
+            for path in sorted(folder.glob("start-*-node-*.log")):
+                text += path.read_text(errors="replace") + "\n"
+            row |= measured(text, warm_up)
         table_rows.append(row)
     return table_rows
 
@@ -254,7 +218,7 @@ def rows(out: Path, warm_up: int) -> list[Row]:
 def measured(text: str, warm_up: int) -> Row:
     """Speed from Megatron's log lines after `warm_up` iterations; empty if there is
     none."""
-    times: list[float] = []
+    times = []
     memory = 0.0
     before = 0
     for line in run_log.training(text):
@@ -269,13 +233,16 @@ def measured(text: str, warm_up: int) -> Row:
     if not times:
         return {}
     mean = sum(times) / len(times)
-    losses = [line.loss for line in run_log.validations(text) if line.loss is not None]
+    loss = ""
+    for line in run_log.validations(text):
+        if line.loss is not None:
+            loss = line.loss
     return {
         "samples_per_second": round(1000 * batch / mean, 3),
         "ms_per_iteration": round(mean, 3),
         "iterations": len(times),
         "peak_memory_gib": memory or "",
-        "validation_loss": losses[-1] if losses else "",
+        "validation_loss": loss,
     }
 
 
@@ -283,7 +250,7 @@ def speed(row: Row) -> float:
     return row["samples_per_second"] or 0.0
 
 
-def collect(options: Namespace) -> int:
+def collect(options: Namespace) -> None:
     """Write sweep.csv, and print each system's fastest microbatch, or the word of its
     run."""
     entries = rows(options.out, options.warm_up)
@@ -291,14 +258,12 @@ def collect(options: Namespace) -> int:
         raise UserError(f"--out {options.out}: nothing was submitted to it")
     write_csv(options.out / "sweep.csv", entries)
     place = itemgetter(*PLACE)
-    fastest = {place(entry): entry for entry in sorted(entries, key=speed)}
-    shown = []
-    for _, entry in sorted(fastest.items()):
-        columns = (*PLACE, "microbatch", "samples_per_second", "status")
-        shown.append({name: entry[name] for name in columns})
-    print(table(shown))
+    columns = (*PLACE, "microbatch", "samples_per_second", "status")
+    fastest = {}
+    for entry in sorted(entries, key=speed):
+        fastest[place(entry)] = {name: entry[name] for name in columns}
+    print(table([fastest[key] for key in sorted(fastest)]))
     print(f"wrote {options.out}/sweep.csv ({len(entries)} runs)")
-    return 0
 
 
 def parse(words: Sequence[str]) -> Namespace:
@@ -314,13 +279,8 @@ def parse(words: Sequence[str]) -> Namespace:
         if function is submit:
             _add_submit_flags(command)
         if function is collect:
-            command.add_argument(
-                "--warm-up",
-                type=int,
-                default=10,
-                metavar="N",
-                help="iterations not counted (10)",
-            )
+            meaning = "iterations not counted (10)"
+            command.add_argument("--warm-up", type=int, default=WARM_UP, help=meaning)
     options = parser.parse_args(words)
     options.out = options.out.resolve()
     if options.function is submit:
@@ -332,23 +292,12 @@ def parse(words: Sequence[str]) -> Namespace:
 
 def _add_submit_flags(command: argparse.ArgumentParser) -> None:
     command.epilog = "Words after -- are Megatron's flags for every run."
-    figures = [name for name, figure in PAPER["figures"].items() if "runs" in figure]
+    figures = [name for name in PAPER["figures"] if panels(name)]
     systems = tuple(SYSTEMS)
     option = command.add_argument
-    option(
-        "--figure", choices=[*figures, "11"], help="of the paper (scripts/paper.yaml)"
-    )
-    option(
-        "--cluster",
-        metavar="NAME|FILE.yaml",
-        help="of the planner: the figure's GPUs on its servers",
-    )
-    option(
-        "--model",
-        choices=PRESETS,
-        metavar="NAME",
-        help="instead of a figure, with the next four",
-    )
+    option("--figure", choices=figures, help="of the paper (scripts/paper.yaml)")
+    option("--cluster", help="of the planner: the figure's GPUs on its servers")
+    option("--model", choices=PRESETS, help="instead of a figure, with the next four")
     option("--nodes", type=int, help="servers of a job")
     option("--gpus-per-node", type=int, help="with --cpu: processes")
     option(
@@ -356,52 +305,23 @@ def _add_submit_flags(command: argparse.ArgumentParser) -> None:
         type=int,
         help="GPUs for a copy of the model: stages or tensor ranks",
     )
-    option(
-        "--batch-sizes",
-        type=numbers,
-        metavar="N,...",
-        help="also instead of the figure's",
-    )
-    option(
-        "--systems",
-        type=names_of(systems),
-        default=systems,
-        metavar="NAME,...",
-        help=", ".join(systems),
-    )
-    option(
-        "--micro-batch-size",
-        type=numbers,
-        default=(),
-        metavar="N,...",
-        help="the fastest counts (default: the figure's, or 1,2,4,8)",
-    )
-    precisions = ("bf16", "fp16", "fp32")
-    option(
-        "--precision", choices=precisions, default="fp16", help="default: the paper's"
-    )
+    option("--batch-sizes", type=numbers, help="also instead of the figure's")
+    known = names_of(systems)
+    option("--systems", type=known, default=systems, help=", ".join(systems))
+    meaning = "the fastest counts (default: the figure's, or 1,2,4,8)"
+    option("--micro-batch-size", type=numbers, default=(), help=meaning)
+    option("--precision", choices=("bf16", "fp16", "fp32"), default="fp16")
     option("--train-iters", type=int, default=30)
     option("--cpu", action="store_true", help="the nodes have no GPUs")
-    option(
-        "--sbatch",
-        default="",
-        metavar="OPTIONS",
-        help='such as "--partition=gpu --account=me --time=30"',
-    )
+    meaning = 'such as "--partition=gpu --account=me --time=30"'
+    option("--sbatch", default="", help=meaning)
     option("--dry-run", action="store_true", help="print the commands")
 
 
 def _choose_panels(options: Namespace, parser: Parser) -> None:
-    own = (
-        options.model,
-        options.nodes,
-        options.gpus_per_node,
-        options.model_parallel_size,
-        options.batch_sizes,
-    )
-    if options.figure == "11":
-        options.panels = largest_panels()
-    elif options.figure:
+    names = "model nodes gpus_per_node model_parallel_size batch_sizes"
+    own = attrgetter(*names.split())(options)
+    if options.figure:
         options.panels = panels(options.figure)
     elif all(own):
         options.panels = [Panel("own", *own, rounds=False)]

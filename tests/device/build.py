@@ -5,8 +5,6 @@ Every symbol of CUDA's runtime and driver, cuBLAS and NCCL that torch imports an
 device.cpp lacks returns 0: success.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.util

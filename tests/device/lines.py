@@ -1,8 +1,6 @@
 """How many lines of a training and of gpu-check that name CUDA or NCCL ran in `make
 test-device`, and which did not."""
 
-from __future__ import annotations
-
 import re
 import sys
 import tokenize

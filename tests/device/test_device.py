@@ -5,8 +5,6 @@ torch's stream sanitizer watches every run: it ends a run at the first access of
 streams that nothing orders.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os
@@ -168,9 +166,7 @@ def messages(calls: list[Call], name: str, peer: str) -> list[tuple[str, str]]:
 def test_every_access_is_ordered_and_nccls_calls_match(name):
     """The ranks of a communicator make the same collectives; each message has a
     receiver; one thread uses it."""
-    communicators: dict[str, dict[str, list[Call]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
+    communicators = defaultdict(lambda: defaultdict(list))
     threads = defaultdict(set)  # in the steady state
     for rank in watched(name):
         for number, call in enumerate(rank.calls):
@@ -182,7 +178,10 @@ def test_every_access_is_ordered_and_nccls_calls_match(name):
         collectives = set()
         for calls in ranks.values():
             assert len(ranks) == int(calls[0].size), communicator
-            own = [(*call[:1], *call[4:7]) for call in calls if not call.is_message()]
+            own = []
+            for call in calls:
+                if not call.is_message():
+                    own.append((call.name, call.elements, call.type, call.peer))
             collectives.add(tuple(own))
         assert len(collectives) == 1, communicator
         for sender in ranks:

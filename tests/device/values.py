@@ -6,8 +6,6 @@ compute nothing; then as the CPU's on the same memory. So the device's tensors h
 CPU's bits, in every thread and stream.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 

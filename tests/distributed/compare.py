@@ -1,7 +1,5 @@
 """Runs of the pipeline and of the reference, and how two of them are compared."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_2bw.base.local_ranks import run_world
@@ -36,8 +34,7 @@ def check_rule(
     schedule: str = "2bw",
     prepare=None,
     finish=None,
-    exact: bool = True,
-    tolerance: float = 1e-6,
+    tolerance: float = 0,
     rule: dict | None = None,
     **changes,
 ) -> tuple[list[Run], Run]:
@@ -55,46 +52,46 @@ def check_rule(
     expected = run_reference(runs, argv, **rule)
     for run in runs:
         assert run.skipped == expected.skipped
-    assert_same(runs, expected, exact, tolerance)
+    assert_same(runs, expected, tolerance)
     return runs, expected
 
 
-def assert_same(
-    runs: list[Run], expected: Run, exact: bool = True, tolerance: float = 1e-6
-) -> None:
-    """Losses and all final weights: equal bits, or equal relative to the largest
-    element of each tensor."""
-    assert_same_losses(runs, [expected], exact, tolerance)
+def assert_same(runs: list[Run], expected: Run, tolerance: float = 0) -> None:
+    """Losses and all final weights: equal bits, or equal to a tolerance relative to the
+    largest element of each tensor."""
+    assert_same_losses(runs, [expected], tolerance)
     weights = full_weights(runs)
     assert weights.keys() == expected.weights.keys()
     for name, value in expected.weights.items():
-        assert_close(weights[name], value, name, exact, tolerance)
+        assert_close(weights[name], value, name, tolerance)
 
 
-def assert_same_losses(runs, others, exact: bool = True, tolerance=1e-6) -> None:
+def assert_same_losses(runs, others, tolerance: float = 0) -> None:
     """The runs of the last ranks."""
-    found = torch.stack(runs[-1].losses)
-    expected = torch.stack(others[-1].losses)
-    assert_close(found, expected, "losses", exact, tolerance)
+    assert_close_losses(runs[-1].losses, others[-1].losses, tolerance)
 
 
-def assert_close(found, expected, name: str, exact: bool, tolerance: float) -> None:
+def assert_close_losses(found: list, expected: list, tolerance: float) -> None:
+    assert_close(torch.stack(found), torch.stack(expected), "losses", tolerance)
+
+
+def assert_close(found, expected, name: str, tolerance: float) -> None:
     difference = (found - expected).abs().max()
-    if exact:
+    if tolerance == 0:
         assert torch.equal(found, expected), f"{name} differs by {difference}"
     else:
         error = (difference / expected.abs().max()).item()
         assert error <= tolerance, f"{name}: relative error {error}"
 
 
-def assert_same_runs(
-    runs: list[Run], others: list[Run], exact: bool = True, tolerance: float = 1e-6
-) -> None:
+def assert_same_runs(runs: list[Run], others: list[Run], tolerance: float = 0) -> None:
     """Two pipelines of the same model, of any depths."""
     other = Run(losses=others[-1].losses, weights=full_weights(others))
-    assert_same(runs, other, exact, tolerance)
+    assert_same(runs, other, tolerance)
 
 
-def assert_equal_replicas(first: Run, second: Run) -> None:
-    for name, value in first.weights.items():
-        assert torch.equal(value, second.weights[name]), "the replicas have drifted"
+def assert_equal_weights(run: Run, other: Run) -> None:
+    """Two ranks have the same weights, bit for bit."""
+    assert run.weights.keys() == other.weights.keys()
+    for name, weight in run.weights.items():
+        assert torch.equal(other.weights[name], weight), name

@@ -14,8 +14,6 @@ embeddings over stages, tensor ranks, pipelines, larger microbatches) or of the 
 squares (clipping over other stages or shards).
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools
@@ -37,7 +35,7 @@ import torch
 
 from megatron_2bw.base.local_ranks import WorldError, run_world
 from megatron_2bw.mcore.checkpoints.folder import TRACKER
-from tests.distributed.compare import UNTIED
+from tests.distributed.compare import UNTIED, assert_equal_weights
 from tests.distributed.training import BERT, TINY, Run, full_weights, train
 
 # Flags and their values as typed, and three words of our own: task, width and
@@ -105,7 +103,7 @@ NEUTRAL = f"""
 0.2 --log-num-zeros-in-grad | --manual-gc | --num-workers 1 | --exit-signal-handler
 0.2 --timing-log-level 2 --no-barrier-with-level-1-timing | --no-check-for-nan-in-loss-and-grad"""
 CHECKS = """
-    again width tensor microbatch-size double-batch megatron megatron kill kill resized resized
+    again width tensor microbatch-size megatron megatron kill kill resized resized
     depth depth depth neutral neutral neutral neutral resume resume resume resume
 """.split()
 RESUMED = ("resume", "resized")  # resized: at other sizes
@@ -158,7 +156,7 @@ def replicas(one: Config) -> int:
 def new_base(draw: random.Random, check: str) -> Config:
     schedules = ("2bw",) * 8 + (*FLUSH, "pipedream", "megatron")
     schedule = draw.choice(FLUSH if check == "megatron" else schedules)
-    base: Config = {
+    base = {
         "task": draw.choice(("gpt", "gpt", "bert")),
         SCHEDULE: schedule,
         STAGES: draw.choice((1, 2, 2, 3, 4)),
@@ -182,12 +180,6 @@ def new_base(draw: random.Random, check: str) -> Config:
 
 
 LOAD = "--load {folder}/saved"
-# Batches 0 and 1 of 2bw both run on W(0).
-ONE_STEP = (
-    "--pipeline-schedule 2bw --train-iters 2 --optimizer sgd --sgd-momentum 0 "
-    "--weight-decay 0 --clip-grad 0 --lr 0.05 --lr-decay-style constant "
-    "--lr-warmup-iters 0"
-)
 
 
 def new_draw(draw: random.Random) -> Draw:
@@ -195,7 +187,7 @@ def new_draw(draw: random.Random) -> Draw:
     check = draw.choice(CHECKS)
     base = new_base(draw, check)
     microbatches = base["microbatches"]
-    at: float = draw.randint(1, 5)
+    at = draw.randint(1, 5)
     depth = {STAGES: draw.choice((1, 2, 3, 4))}
     for flag in base:  # what goes with a number of stages
         if flag.endswith("-pipeline-num-layers") or flag == "--two-bw-extra-warmup":
@@ -223,10 +215,6 @@ def new_draw(draw: random.Random) -> Draw:
             base |= {"task": "gpt", "microbatches": 2 * microbatches}
             base |= config("--micro-batch-size 2")
             change = config("--micro-batch-size 4") | {"microbatches": microbatches}
-        case "double-batch":
-            base = without(base, *re.findall(r"--[\w-]+", RULE)) | config(ONE_STEP)
-            change = config("--train-iters 1 --lr 0.1")
-            change["microbatches"] = 2 * microbatches
         case "resume" | "resized":
             change = dict.fromkeys(("--save", "--save-interval", *config(ASYNC)))
             change |= config(LOAD)
@@ -309,7 +297,10 @@ def refusals(_rank: int, draws: list[Draw], folder: Path) -> list[str]:
             global_vars.unset_global_variables()
         return ""
 
-    return [refusal(draw.base) or refusal(draw.base | draw.change) for draw in draws]
+    lines = []
+    for draw in draws:
+        lines.append(refusal(draw.base) or refusal(draw.base | draw.change))
+    return lines
 
 
 class Refused(Exception):
@@ -345,12 +336,10 @@ def tolerance(draw: Draw) -> float:
             "with the newest weights"
         )
     experts = any(flag.startswith("--moe-") for flag in base)
-    if experts and draw.check in ("microbatch-size", "double-batch"):
-        raise Refused("routers' losses and biases are of one microbatch or batch")
+    if experts and draw.check == "microbatch-size":
+        raise Refused("routers' losses and biases are of one microbatch")
     if is_exact(draw):
         return 0
-    if draw.check == "double-batch":
-        return 1e-6
     optimizer = base.get("--optimizer", "adam")
     if "--bf16" in base or "--fp16" in base:  # an ulp flips the rounding of a weight
         bounds = {"adam": 2e-3, "sgd": 2e-3}
@@ -392,25 +381,6 @@ def run(one: Config, folder: Path, prepare: Any = None) -> list[Run]:
     return runs
 
 
-def assert_equal(found: dict, expected: dict) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), f"{name} differs, but no loss"
-
-
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    assert found.shape == expected.shape, f"{len(found)} losses, not {len(expected)}"
-    return float((found - expected).abs().max() / expected.abs().max())
-
-
-def distance_of_weights(draw: Draw, first: list[Run], second: list[Run]) -> float:
-    weights = full_weights(second[:: replicas(draw.base)])
-    far = 0.0
-    for name, value in full_weights(first[:: replicas(draw.base)]).items():
-        far = max(far, distance(weights[name], value))
-    return far
-
-
 def distance_of_losses(draw: Draw, first: list[Run], second: list[Run]) -> float:
     """The iterations that the second run has, too; their skipped steps are the
     same."""
@@ -427,23 +397,23 @@ def distance_of_losses(draw: Draw, first: list[Run], second: list[Run]) -> float
         if draw.check == "width" and fp16_sums:
             raise Refused("sums in fp16 overflow in one order only, as Megatron's")
         raise AssertionError("other steps are skipped")
-    rest = losses[len(losses) * done // iterations :]
-    return distance(torch.stack(second[-1].losses), rest)
+    expected = losses[len(losses) * done // iterations :]
+    found = torch.stack(second[-1].losses)
+    assert found.shape == expected.shape, f"{len(found)} losses, not {len(expected)}"
+    return float((found - expected).abs().max() / expected.abs().max())
 
 
 def compare(draw: Draw, limit: float, first: list[Run], second: list[Run]) -> None:
     """AssertionError if the losses are too far apart, or a weight or a skipped step
     differs."""
-    double = draw.check == "double-batch"
-    measure = distance_of_weights if double else distance_of_losses
-    far = measure(draw, first, second)
+    far = distance_of_losses(draw, first, second)
     assert far <= limit, f"relative distance {far:.2g}"
     if limit == 0:
         step = replicas(draw.base)
         for rank in range(step):
-            assert_equal(
-                full_weights(second[rank::step]), full_weights(first[rank::step])
-            )
+            found = Run(weights=full_weights(second[rank::step]))
+            expected = Run(weights=full_weights(first[rank::step]))
+            assert_equal_weights(found, expected)
 
 
 def kill_later(rank: int, seconds: float, model: Any, optimizer: Any) -> None:

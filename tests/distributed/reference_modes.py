@@ -4,8 +4,6 @@ mixed precision, a synchronous start, corrections, experts, PipeDream's rule.
 Loops, accumulation, scaling, clipping and the step are not Megatron's.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass, field
@@ -105,7 +103,8 @@ class MegatronReference(TwoBW):
         for module in self.module.modules():
             if getattr(module, "expert_bias", None) is not None:
                 self.routers.append(module)
-        self.biases = [[router.expert_bias.float().clone() for router in self.routers]]
+        biases = [router.expert_bias.float().clone() for router in self.routers]
+        self.biases = [biases]
         # Loss scales and experts' biases by weight version.
         scale = args.loss_scale or args.initial_loss_scale
         self.scales = [scale if args.fp16 else 1.0]
@@ -185,7 +184,8 @@ class MegatronReference(TwoBW):
         for key in self.reports[0]:
             reports = torch.vstack([report[key] for report in self.reports])
             totals[key] = reports.sum(dim=0)
-        self.run.losses += [total[0] / total[1] for total in totals.values()]
+        for loss, count in totals.values():
+            self.run.losses.append(loss / count)
         if self.args.calculate_per_token_loss:
             for gradient in sums.values():
                 gradient.mul_(1.0 / totals["lm loss"][1])
@@ -206,7 +206,9 @@ class MegatronReference(TwoBW):
 
     def loss_scale(self, batch: int) -> float:
         """The scale that the step left that made the late microbatches' weights."""
-        return self.scales[batch if batch < self.rule.sync else max(batch - 1, 0)]
+        if batch >= self.rule.sync:
+            batch = max(batch - 1, 0)
+        return self.scales[batch]
 
     # The step
 

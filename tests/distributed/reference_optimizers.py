@@ -1,7 +1,5 @@
 """The optimizers of the reference: classes of torch and of emerging_optimizers."""
 
-from __future__ import annotations
-
 import torch
 
 SCALAR_MATRICES = ("embedding.word_embeddings.weight", "output_layer.weight")

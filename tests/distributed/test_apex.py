@@ -6,8 +6,6 @@ The stand-ins have Apex's arguments, state and arithmetic
 itself needs a GPU and has not been run.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 import types
@@ -19,7 +17,7 @@ from megatron_2bw.base.local_ranks import run_world
 from tests.distributed.compare import (
     SGD,
     UNTIED,
-    assert_close,
+    assert_close_losses,
     assert_same,
     assert_same_runs,
     run_pipeline,
@@ -30,6 +28,7 @@ from tests.distributed.test_checkpoint import (
     SAVED,
     SHARDED,
     assert_goes_on,
+    moved,
     run_loading,
     run_saving,
 )
@@ -171,15 +170,8 @@ def test_a_resumed_run_may_move_to_the_host_and_back(flags, to_host, tmp_path):
     """Where the Adam of a host counts its steps, and Apex's. Both round alike in most
     elements, as the CPU has it."""
     argv = command(2, 2, "2bw", "--bf16", flags, width=2, **DROPOUT)
-    on_host = [*argv, *HOST.split()]
-    if to_host:
-        whole = run_saving(tmp_path, 4, argv, program=train_with_apex)
-        rest = run_loading(tmp_path, 4, on_host)
-    else:
-        whole = run_saving(tmp_path, 4, on_host)
-        rest = run_loading(tmp_path, 4, argv, program=train_with_apex)
-    losses = torch.stack(whole[-1].losses[SAVED:])
-    assert_close(torch.stack(rest[-1].losses), losses, "losses", False, 1e-4)
+    whole, rest = moved(tmp_path, argv, to_host, program=train_with_apex)
+    assert_close_losses(rest[-1].losses, whole[-1].losses[SAVED:], 1e-4)
 
 
 def kernel(used: list[torch.dtype], *dtypes: torch.dtype):
@@ -236,5 +228,5 @@ def test_fused_gradients_wait_for_their_copies_to_the_host():
     """A tied head is first in a backward, and writes the embedding's gradient, which is
     copied last."""
     argv = command(1, 2, "2bw", "--bf16", **SGD)
-    host = run_world(1, train_fused, [*argv, *HOST.split()])
+    host = run_world(1, train_fused, argv + HOST.split())
     assert_same_runs(host, run_world(1, train_fused, argv))

@@ -45,7 +45,7 @@ def test_the_update_rule(flags, losses):
 def test_tied_embeddings():
     """The output layer's bias, the head and the pooler are on the last stage alone;
     words are on both ends."""
-    check_rule(4, 4, NO_BIAS, script=BERT, exact=False)
+    check_rule(4, 4, NO_BIAS, script=BERT, tolerance=1e-6)
 
 
 @pytest.mark.proof
@@ -72,7 +72,7 @@ def test_tensor_parallel():
     flags = (UNTIED, NO_BIAS)
     runs = run_pipeline(bert(2, 4, "2bw", *flags, tensor_model_parallel_size=2), 4)
     expected = two_stages(*flags)
-    assert_same_losses(runs, expected, exact=False)
+    assert_same_losses(runs, expected, tolerance=1e-6)
     assert runs[0].grad_norms == pytest.approx(expected[0].grad_norms, rel=1e-5)
 
 
@@ -81,4 +81,4 @@ def test_width_with_the_distributed_optimizer():
     same."""
     flags = (UNTIED, NO_BIAS)
     argv = bert(2, 2, "2bw", *flags, "--use-distributed-optimizer", width=2)
-    assert_same_runs(run_pipeline(argv, 4)[0::2], two_stages(*flags), exact=False)
+    assert_same_runs(run_pipeline(argv, 4)[0::2], two_stages(*flags), tolerance=1e-6)

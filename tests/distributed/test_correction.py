@@ -4,21 +4,19 @@ the update rule.
 Bitwise, for the reasons that test_update_rule.py gives.
 """
 
-from __future__ import annotations
-
 import functools
 import re
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
+from bench.faults import tensors
 from megatron_2bw.base.local_ranks import run_world
+from megatron_2bw.mcore.checkpoints.folder import checkpoint_name
 from tests.distributed.compare import (
     SGD,
     UNTIED,
-    assert_equal_replicas,
+    assert_equal_weights,
     assert_same,
     assert_same_runs,
     check_rule,
@@ -128,13 +126,14 @@ def test_skipped_step(sync, correction, ahead):
 
 def test_a_skipped_step_with_the_distributed_optimizer_and_evaluations():
     changes = dict(width=2, clip_grad=0, **SCALE)
-    plain = run_pipeline(command(2, 2, "2bw", "--fp16", AUTO, **changes), 4, poison)
-    sharded = ("--fp16", SHARDED, OVERLAP, EVALUATED)
-    runs = run_pipeline(command(2, 2, "2bw", *sharded, AUTO, **changes), 4, poison)
+    argv = command(2, 2, "2bw", "--fp16", AUTO, **changes)
+    plain = run_pipeline(argv, 4, poison)
+    sharded = f"{SHARDED} {OVERLAP} {EVALUATED}"
+    runs = run_pipeline(argv + sharded.split(), 4, poison)
     assert runs[0].skipped == plain[0].skipped
     assert 1 in plain[0].skipped
     assert_same_runs(runs[0::2], plain[0::2])
-    assert_equal_replicas(runs[0], runs[1])
+    assert_equal_weights(runs[0], runs[1])
 
 
 # Stages, microbatches, width; flags.
@@ -167,10 +166,10 @@ def test_one_plan_for_all_saves(tmp_path):
     """
     flags = f"--ckpt-assume-constant-structure {EXTRAPOLATE}"
     argv = command(2, 2, "2bw", flags, two_bw_sync_iterations=3)
-    whole = run_pipeline([*argv, "--save", str(tmp_path), "--save-interval", "2"], 2)
-    argv += ["--two-bw-sync-iterations", "6"]
-    argv += ["--load", str(tmp_path), "--ckpt-step", "4"]
-    rest = run_pipeline(argv, 2)
+    saves = f"--save {tmp_path} --save-interval 2"
+    whole = run_pipeline(argv + saves.split(), 2)
+    load = f"--two-bw-sync-iterations 6 --load {tmp_path} --ckpt-step 4"
+    rest = run_pipeline(argv + load.split(), 2)
     for run in whole:
         run.losses = run.losses[4:]
     assert len(rest[-1].losses) == 2
@@ -206,25 +205,15 @@ def evaluated(rank: int, argv: list[str]) -> Run:
     return run
 
 
-def model_in(checkpoint: Path) -> dict[str, torch.Tensor]:
-    reader = dcp.FileSystemReader(checkpoint)
-    tensors = {}
-    for name, entry in reader.read_metadata().state_dict_metadata.items():
-        if hasattr(entry, "size") and not name.startswith(("optimizer", "two_bw")):
-            tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
-
-
-def saved_weight(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+def saved_weight(saved: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """The checkpoint has the layers of a kind in one tensor, and norms with linears."""
     key = re.sub(r"layers\.\d+\.", "layers.", name)
     key = key.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
     key = key.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
     number = re.search(r"layers\.(\d+)\.", name)
     if number:
-        return tensors[key][int(number[1])]
-    return tensors[key]
+        return saved[key][int(number[1])]
+    return saved[key]
 
 
 @pytest.mark.proof("")
@@ -240,10 +229,11 @@ def test_evaluation_and_checkpoint_have_the_true_weights(precision, tmp_path):
     runs = run_world(2, evaluated, argv)
     argv = command(1, 4, "2bw", *model, train_iters=SAVED, lr_decay_iters=6)
     expected = run_reference(runs, argv, 4, factor=1.0)
-    tensors = model_in(tmp_path / f"iter_{SAVED:07d}")
+    saved = tensors(tmp_path / checkpoint_name(SAVED))
     for name, value in expected.weights.items():
-        assert torch.equal(saved_weight(tensors, name), value), name
+        assert torch.equal(saved_weight(saved, name), value), name
 
     load = f"--load {tmp_path} --ckpt-step {SAVED} --finetune --skip-train"
     alone = command(2, 4, "megatron", *model, evaluate, load)
-    assert runs[-1].events[0] == run_world(2, evaluated, alone)[-1].events[0]
+    megatron = run_world(2, evaluated, alone)
+    assert runs[-1].events[0] == megatron[-1].events[0]

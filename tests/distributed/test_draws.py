@@ -1,8 +1,6 @@
 """Random legal configurations, with a fresh seed, and those that have failed once
 (draws.py)."""
 
-from __future__ import annotations
-
 import json
 import operator
 import os

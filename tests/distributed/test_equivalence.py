@@ -4,13 +4,11 @@ evaluation, a flush.
 Bitwise where the additions keep their order; the tests say why where they do not.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.distributed.compare import (
     UNTIED,
-    assert_equal_replicas,
+    assert_equal_weights,
     assert_same_losses,
     assert_same_runs,
     run_pipeline,
@@ -24,6 +22,7 @@ DROPOUT = dict(attention_dropout=0.1, hidden_dropout=0.1)
 FULL = dict(
     recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
 )
+CHUNKS = dict(num_virtual_stages_per_pipeline_rank=2)
 
 
 @once_a_session
@@ -44,30 +43,19 @@ def test_depth(stages):
     assert_same_runs(runs, two_stages(UNTIED, clip_grad=0))
 
 
-@pytest.mark.proof
-def test_uneven_stages():
-    """Three layers on the first stage, one on the last: the same numbers as two and
-    two."""
-    runs = two_stages(UNTIED, clip_grad=0, decoder_first_pipeline_num_layers=3)
-    assert_same_runs(runs, two_stages(UNTIED, clip_grad=0))
-
-
-@pytest.mark.proof
-def test_width():
+@pytest.mark.proof("-")
+@pytest.mark.parametrize(
+    "flags, overlap",
+    [("", ""), ("--calculate-per-token-loss", "--overlap-grad-reduce")],
+)
+def test_width(flags, overlap):
     """Two pipelines of two microbatches each: the same batch, its gradients added by
-    pairs."""
-    runs = run_pipeline(command(2, 2, "2bw", UNTIED, NO_BIAS, width=2), 4)
-    assert_equal_replicas(runs[0], runs[1])
-    assert_same_runs(runs[0::2], two_stages(UNTIED, NO_BIAS), exact=False)
-
-
-def test_width_with_per_token_loss():
-    """The number of tokens is summed over the pipelines; the gradients too, inside the
-    batch's last backward."""
-    flags = (UNTIED, NO_BIAS, "--calculate-per-token-loss")
-    argv = command(2, 2, "2bw", *flags, "--overlap-grad-reduce", width=2)
-    runs = run_pipeline(argv, 4)
-    assert_same_runs(runs[0::2], two_stages(*flags), exact=False)
+    pairs. The number of tokens is summed over the pipelines; the gradients too, inside
+    the batch's last backward."""
+    flags = (UNTIED, NO_BIAS, flags)
+    runs = run_pipeline(command(2, 2, "2bw", *flags, overlap, width=2), 4)
+    assert_equal_weights(runs[0], runs[1])
+    assert_same_runs(runs[0::2], two_stages(*flags), tolerance=1e-6)
 
 
 @pytest.mark.proof
@@ -77,31 +65,8 @@ def test_tensor_parallel():
     flags = (UNTIED, NO_BIAS)
     runs = run_pipeline(command(2, 4, "2bw", *flags, tensor_model_parallel_size=2), 4)
     expected = two_stages(*flags)
-    assert_same_losses(runs, expected, exact=False)
+    assert_same_losses(runs, expected, tolerance=1e-6)
     assert runs[0].grad_norms == pytest.approx(expected[0].grad_norms, rel=1e-5)
-
-
-@pytest.mark.proof("full", "selective")
-@pytest.mark.parametrize(
-    "recompute",
-    [FULL, dict(recompute_granularity="selective")],
-    ids=["full", "selective"],
-)
-def test_recompute_with_dropout(recompute):
-    """The recompute of a microbatch in flight sees the weights and the dropout mask of
-    its forward."""
-    plain = two_stages(UNTIED, **DROPOUT)
-    assert_same_runs(two_stages(UNTIED, **DROPOUT, **recompute), plain)
-    without = two_stages(UNTIED)
-    assert plain[-1].losses != without[-1].losses, "dropout must do something"
-
-
-@pytest.mark.proof
-def test_evaluation_leaves_the_pipeline_as_it_is():
-    """Evaluation runs while microbatches and a received message wait; training goes on
-    as without it, dropout too."""
-    evaluated = two_stages(UNTIED, eval_interval=1, eval_iters=2, **DROPOUT)
-    assert_same_runs(evaluated, two_stages(UNTIED, **DROPOUT))
 
 
 @pytest.mark.proof
@@ -131,35 +96,43 @@ def test_gpipe_in_rounds_with_the_distributed_optimizer():
     assert_same_runs(runs[0::2], expected[0::2])
 
 
-def test_megatrons_interleaved_stages():
-    """The entry script feeds Megatron's interleaved schedule too: two chunks a stage,
-    the same numbers."""
-    changes = dict(schedule="megatron", clip_grad=0)
-    runs = two_stages(UNTIED, num_virtual_stages_per_pipeline_rank=2, **changes)
-    assert_same_runs(runs, two_stages(UNTIED, **changes))
+# The schedule, the flags of both runs, and those that must change nothing.
+UNCHANGED = {
+    # three layers on the first stage, one on the last
+    "uneven": ("2bw", dict(clip_grad=0), dict(decoder_first_pipeline_num_layers=3)),
+    # A microbatch in flight is computed again with the weights and the mask of its
+    # forward.
+    "full": ("2bw", DROPOUT, FULL),
+    "selective": ("2bw", DROPOUT, dict(recompute_granularity="selective")),
+    # while microbatches and a received message wait
+    "evaluation": ("2bw", DROPOUT, dict(eval_interval=1, eval_iters=2)),
+    # The entry script feeds Megatron's interleaved schedule too. With ours a stage has
+    # the same layers, as one chunk.
+    "interleaved": ("megatron", dict(clip_grad=0), CHUNKS),
+    "pipedream": ("pipedream", {}, CHUNKS),
+    "gpipe": (
+        "gpipe",
+        {},
+        dict(
+            num_layers_per_virtual_pipeline_stage=1,
+            microbatch_group_size_per_virtual_pipeline_stage=3,
+        ),
+    ),
+    "layout": (
+        "2bw",
+        dict(pipeline_model_parallel_layout="Ettt|tL"),
+        dict(pipeline_model_parallel_layout="E|t*3|t|L"),
+    ),
+}
 
 
-@pytest.mark.proof("2bw")
-@pytest.mark.parametrize(
-    "schedule, chunks, one",
-    [
-        (
-            "2bw",
-            "--pipeline-model-parallel-layout E|t*3|t|L",
-            "--pipeline-model-parallel-layout Ettt|tL",
-        ),
-        ("pipedream", "--num-virtual-stages-per-pipeline-rank 2", ""),
-        (
-            "gpipe",
-            "--num-layers-per-virtual-pipeline-stage 1 "
-            "--microbatch-group-size-per-virtual-pipeline-stage 3",
-            "",
-        ),
-    ],
-    ids=("2bw", "pipedream", "gpipe"),
-)
-def test_a_stage_is_one_chunk(schedule, chunks, one):
-    """Flags of interleaving change nothing: a stage has the same layers, as one
-    chunk."""
-    runs = two_stages(UNTIED, chunks, schedule=schedule)
-    assert_same_runs(runs, two_stages(UNTIED, one, schedule=schedule))
+@pytest.mark.proof("uneven", "full", "selective", "evaluation", "layout")
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_what_changes_nothing(name):
+    schedule, flags, more = UNCHANGED[name]
+    plain = two_stages(UNTIED, schedule=schedule, **flags)
+    runs = two_stages(UNTIED, schedule=schedule, **flags | more)
+    assert_same_runs(runs, plain)
+    if flags is DROPOUT:
+        without = two_stages(UNTIED)
+        assert plain[-1].losses != without[-1].losses, "dropout must do something"

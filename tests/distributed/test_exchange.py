@@ -5,8 +5,6 @@ The staged path runs here with CPU tensors, the CPU answering for streams and ev
 its threads, queues and errors are real, its copies are not asynchronous.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import time

@@ -13,6 +13,7 @@ import torch
 
 from megatron_2bw.base.errors import UserError
 from megatron_2bw.base.local_ranks import run_world
+from megatron_2bw.mcore.checkpoints.folder import TRACKER
 from tests.session import once_a_session
 
 pytestmark = pytest.mark.cpu
@@ -130,7 +131,7 @@ def exported(folder: Path, kind: str, flags: str) -> tuple[float, float, str]:
         checkpoint.mkdir(parents=True)
         content = {"args": args, "iteration": 1, "model": state}
         dist_checkpointing.save(content, str(checkpoint))
-    (folder / "run" / "latest_checkpointed_iteration.txt").write_text("1")
+    (folder / "run" / TRACKER).write_text("1")
     out = folder / "hf"
     work.export_model(
         argparse.Namespace(source=folder / "run", ckpt_step=None, like=None, out=out)

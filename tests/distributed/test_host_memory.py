@@ -1,8 +1,6 @@
 """The optimizer in host memory, and shards of gradients: the reference's bits, and
 those of the device's two slots."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import threading
@@ -14,17 +12,12 @@ from megatron_2bw.base.local_ranks import WorldError, run_world
 from tests.distributed.compare import (
     SGD,
     UNTIED,
+    assert_equal_weights,
     assert_same_runs,
     check_rule,
     run_pipeline,
 )
-from tests.distributed.test_checkpoint import (
-    DROPOUT,
-    assert_equal_weights,
-    assert_goes_on,
-    run_loading,
-    run_saving,
-)
+from tests.distributed.test_checkpoint import DROPOUT, assert_goes_on, moved
 from tests.distributed.test_update_rule import POISONED, SCALE, poison
 from tests.distributed.training import Run, command, delayed, train
 
@@ -93,7 +86,7 @@ def test_the_device(name, kept):
     argv = command(2, 2, "2bw", flags, width=width)
     ranks = 4 if name == "sequence parallel" else 2 * width
     expected = run_pipeline(argv, ranks, fuse if kept == HOST else None)
-    runs = run_pipeline([*argv, *kept.split()], ranks)
+    runs = run_pipeline(argv + kept.split(), ranks)
     for host, device in zip(runs, expected):
         assert host.losses == device.losses
         assert host.weights
@@ -190,11 +183,4 @@ def test_an_error_of_a_step_ends_the_run():
 @pytest.mark.parametrize("flags", [f"--bf16 --ckpt-format torch {CORRECTED}", SHARDED])
 def test_a_resumed_run_may_move(flags, to_host, tmp_path):
     argv = command(2, 2, "2bw", flags, width=2, **DROPOUT)
-    on_host = [*argv, *HOST.split()]
-    if to_host:
-        whole = run_saving(tmp_path, 4, argv, fuse)
-        rest = run_loading(tmp_path, 4, on_host)
-    else:
-        whole = run_saving(tmp_path, 4, on_host)
-        rest = run_loading(tmp_path, 4, argv, fuse)
-    assert_goes_on(whole, rest)
+    assert_goes_on(*moved(tmp_path, argv, to_host, prepare=fuse))

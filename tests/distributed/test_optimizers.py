@@ -6,8 +6,6 @@ package's classes: bit for bit, for the reasons that test_update_rule.py gives. 
 two parts: one for matrices, and Adam or Lion for the rest.
 """
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -62,7 +60,7 @@ def test_muon_on_tensor_parallel_ranks():
     alone = run_pipeline(command(2, 4, "2bw", *flags), 2)
     split = "--tensor-model-parallel-size 2 --muon-tp-mode distributed"
     runs = run_pipeline(command(2, 4, "2bw", *flags, split), 4)
-    assert_same_losses(runs, alone, exact=False, tolerance=3e-4)
+    assert_same_losses(runs, alone, tolerance=3e-4)
 
 
 def poison_and_skip(model, optimizer) -> None:
@@ -91,16 +89,16 @@ def test_the_depth_changes_no_loss(optimizer, clip, tolerance):
     flags = f"{UNTIED} --optimizer {optimizer} --clip-grad {clip}"
     one = run_pipeline(command(1, 3, "2bw", flags), 1)
     two = run_pipeline(command(2, 3, "2bw", flags), 2)
-    assert_same_losses(two, one, exact=False, tolerance=tolerance)
-
-
-def test_resumed_run_is_the_uninterrupted_one(tmp_path):
-    argv = command(2, 2, "2bw", "--optimizer lion", **DROPOUT)
-    assert_goes_on(*interrupted(tmp_path, 2, argv))
+    assert_same_losses(two, one, tolerance=tolerance)
 
 
 @pytest.mark.parametrize(
-    "schedule, flags", [("2bw", MUON), ("megatron", "--decoupled-lr 0.005")]
+    "schedule, flags",
+    [
+        ("2bw", "--optimizer lion"),
+        ("2bw", MUON),
+        ("megatron", "--decoupled-lr 0.005"),
+    ],
 )
 def test_resumed_where_a_stage_has_no_parameter_of_a_group(schedule, flags, tmp_path):
     """The middle stage has neither embedding nor output layer, which have a group of

@@ -1,8 +1,6 @@
 """The runtime does what the schedule's list says, keeps the limits of the schedule, and
 leaves no message over."""
 
-from __future__ import annotations
-
 import functools
 import threading
 import time
@@ -248,7 +246,8 @@ def test_on_nccl_steps_are_late_once_everything_has_run_once(flags, skipped):
     for run in runs:
         assert skipped <= sum(run.skipped) < len(run.skipped)
         cold = max(2, run.skipped.index(0) + 1)
-        assert run.events == [False] * cold + [True] * (9 - cold) + [False]
+        pending = [False] * cold + [True] * (9 - cold)
+        assert run.events == [*pending, False]
     assert_same_as_trained(runs, argv)
 
 

@@ -6,8 +6,6 @@ with. The weights depend on the parameters' names alone, so that every split of 
 over stages and tensor ranks starts from the same weights.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

@@ -6,8 +6,6 @@ the start and the end of Python are what is tested, `forked` runs the same launc
 ranks that are forked ready.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import subprocess
@@ -98,6 +96,12 @@ def program(*words: object, **options) -> subprocess.Popen[str]:
         text=True,
         **options,
     )
+
+
+def output_of(run: subprocess.CompletedProcess[str]) -> str:
+    """Standard output of a run that must have succeeded."""
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-4000:]
+    return run.stdout
 
 
 def end(

@@ -1,8 +1,6 @@
 """Runs that cannot go on, under torchrun: all ranks end soon, with the cause first, and
 nothing saved is lost."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -18,7 +16,7 @@ from megatron_2bw.mcore.checkpoints.folder import (
 from megatron_2bw.run.start import torchrun
 from tests.distributed.training import command
 from tests.e2e import launcher
-from tests.e2e.launcher import ROOT, end, forked, program
+from tests.e2e.launcher import ROOT, end, forked, output_of, program
 
 # seconds after which a run counts as hung; it would hang for
 # --distributed-timeout-minutes
@@ -91,7 +89,7 @@ def test_killed_ranks_are_started_again_and_nothing_is_lost(tmp_path):
     path = tmp_path / "faults.json"
     words = ["--kills", "1", "--seed", "1", "--iterations", "20", "--json", path]
     run = end(program("bench/faults.py", *words), 270)
-    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+    output_of(run)
     report = json.loads(path.read_text())
     assert report["survived"] == 1 and report["stopped"] == ""
     assert report["checkpoints_lost"] == report["differences"] == 0

@@ -5,8 +5,6 @@ The environment sees the dependencies of this one, but not this clone, and not T
 which torch's builds for CPUs come without.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,14 +1,12 @@
 """A user's own Megatron entry script trains 2BW with three more lines, from the wheel,
 without `launch`."""
 
-from __future__ import annotations
-
 import shutil
 import zipfile
 from pathlib import Path
 
 from tests.distributed.training import command
-from tests.e2e.launcher import forked, torchrun
+from tests.e2e.launcher import forked, output_of, torchrun
 from tests.e2e.test_source_patches import CPU_FLAGS, losses
 from tests.unit.test_wheel import build_wheel
 
@@ -29,8 +27,7 @@ def test_without_delay_the_losses_are_megatrons(tmp_path):
     shutil.copy(Path(__file__).with_name("own_script.py"), script)
     late = flags_of("2bw", "--two-bw-sync-iterations", "4")
     run = torchrun(2, "train.py", late, cwd=tmp_path, PYTHONPATH=str(site))
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
-    ours = losses(run.stdout)
+    ours = losses(output_of(run))
     plain = losses(forked(2, flags_of("megatron"), script=script))
     assert len(plain) == len(ours) == 6
     assert plain[:4] == ours[:4] and plain[4] != ours[4]

@@ -1,8 +1,6 @@
 """The real entry script: own data, evaluation, a saved model that Megatron loads, early
 exits, under torchrun."""
 
-from __future__ import annotations
-
 import re
 import signal
 
@@ -71,9 +69,9 @@ def test_own_data_evaluation_and_a_checkpoint_that_megatron_loads(data, tmp_path
     # the same ones: those of the evaluation in the middle, with microbatches in flight,
     # and those of the test set. To the last digit.
     def evaluated(step: int) -> dict[str, str]:
-        words = "--finetune --skip-train --no-load-optim --no-load-rng".split()
+        words = "--finetune --skip-train --no-load-optim --no-load-rng"
         load = dict(load=tmp_path / "model", ckpt_step=step)
-        flags = command(2, 4, "megatron", *words, **load, **options)
+        flags = command(2, 4, "megatron", words, **load, **options)
         return validation(forked(2, on(data, flags)))
 
     assert evaluated(3)["iteration 0 on validation set"] == seen["iteration 3"]
@@ -107,7 +105,7 @@ def test_a_signal_saves_and_ends_the_run_everywhere(number, tmp_path):
     )
     saves = dict(save=tmp_path / "model", save_interval=100_000)
     options = dict(train_iters=100_000, split="100,0,0", num_workers=2)
-    flags = command(2, 2, "2bw", *words.split(), **options, **saves)
+    flags = command(2, 2, "2bw", words, **options, **saves)
     process = start(2, "pretrain_gpt_2bw.py", flags)
     seen = ""
     try:

@@ -1,8 +1,6 @@
 """No command runs code of whoever wrote a checkpoint: neither a pickle's nor a
 tokenizer's."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

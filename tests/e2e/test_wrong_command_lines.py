@@ -6,8 +6,6 @@ test_refused_flags.py); here the entry scripts run as a user runs them, a case f
 place where a mistake is found.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

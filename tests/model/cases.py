@@ -1,8 +1,6 @@
 """The runs that the model explores, the mends that it takes out, and the bugs that it
 must find."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 

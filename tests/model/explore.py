@@ -10,8 +10,6 @@ thread are issued at once: if another thread's operation among them can lead to 
 deadlock, it can before or after them.
 """
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What the threads of all ranks issue, from the logs of `record`."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 

@@ -21,8 +21,6 @@ for which it waits:
   end. A portion of the gradients that is copied to the host is such a job too.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,8 +1,6 @@
 """No order in which the ranks' threads issue their work to the GPUs ends in a deadlock;
 without a mend some do."""
 
-from __future__ import annotations
-
 import functools
 import random
 

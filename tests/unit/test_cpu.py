@@ -1,7 +1,5 @@
 """The CPU layer: what it answers, and that it changes nothing where CUDA is."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

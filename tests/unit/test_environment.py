@@ -1,7 +1,5 @@
 """Environment variables of CUDA, NCCL and torch that a run refuses, or sets."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

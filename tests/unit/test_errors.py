@@ -1,7 +1,5 @@
 """One line for the user."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

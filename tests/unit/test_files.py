@@ -1,7 +1,5 @@
 """The one atomic writer: old content or new content, and nothing left over."""
 
-from __future__ import annotations
-
 import math
 import os
 

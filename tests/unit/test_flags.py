@@ -1,8 +1,6 @@
 """docs/flags.md has every flag of this project, every limit, and every variable that a
 run reads or sets."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

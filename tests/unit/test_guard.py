@@ -1,8 +1,6 @@
 """Every name of Megatron that is touched has a row, and the installed Megatron has it
 as the row says."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

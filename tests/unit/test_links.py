@@ -1,8 +1,6 @@
 """The pages of the repository: what they link to and name exists, and they have the
 size that they should have."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

@@ -1,12 +1,9 @@
 """One run owns a folder of checkpoints: a second one is refused, a dead one's claim is
 free."""
 
-from __future__ import annotations
-
 import errno
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -69,10 +66,3 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(owner.FileLock, "acquire", refuse)
     owner.hold(tmp_path)
     assert "> --save" in capsys.readouterr().out
-
-
-def test_a_folder_that_cannot_be_made(tmp_path):
-    Path(tmp_path, "file").touch()
-    with pytest.raises(UserError, match="--save"):
-        owner.hold(tmp_path / "file" / "x")
-    owner.hold("s3://bucket")

@@ -1,7 +1,5 @@
 """When receives are posted, and what a sender keeps, with channels that only count."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,8 +1,6 @@
 """Rebinding Megatron: complete or not at all, and one line when Megatron has
 drifted."""
 
-from __future__ import annotations
-
 import argparse
 from unittest import mock
 

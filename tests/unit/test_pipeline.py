@@ -1,8 +1,6 @@
 """One stage of `Pipeline`, step by step: what is waited for, freed; evaluations and
 resumed runs."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -1,7 +1,5 @@
 """The check of a loss: the host looks at it when the next one is launched."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from unittest import mock
@@ -25,7 +23,7 @@ def losses(monkeypatch):
         check_for_spiky_loss=False,
         curr_iteration=6,
     )
-    waited: list[int] = []
+    waited = []
     numbers = itertools.count()
 
     class Event:
@@ -56,7 +54,8 @@ def test_the_host_waits_for_a_loss_when_the_next_one_is_launched(losses):
     for training in (True, True, True, False, False, True, True, True):
         losses.check(a_loss(training=training))
         counts.append(len(losses.waited))
-    assert counts == [0, 1, 3, 4, 5, 5, 6, 8] and losses.waited == list(range(8))
+    assert counts == [0, 1, 3, 4, 5, 5, 6, 8]
+    assert losses.waited == list(range(8))
 
 
 @pytest.mark.parametrize(

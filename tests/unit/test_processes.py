@@ -1,7 +1,5 @@
 """Child processes and ports."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

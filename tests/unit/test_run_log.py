@@ -1,7 +1,5 @@
 """The one parser of Megatron's log."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_2bw.base import run_log

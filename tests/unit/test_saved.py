@@ -1,8 +1,6 @@
 """The folder of checkpoints: what is there is never lost, and what is damaged is
 named."""
 
-from __future__ import annotations
-
 import builtins
 import os
 import pickle

@@ -1,7 +1,5 @@
 """What a run prints: all of it to a file, a few kinds of lines on the screen."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

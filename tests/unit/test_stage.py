@@ -1,7 +1,5 @@
 """What a stage hands to the reduction at the end of a batch."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from unittest import mock
 

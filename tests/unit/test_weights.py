@@ -1,8 +1,6 @@
 """Weight stores: a microbatch's backward must see the storage of its forward, whatever
 its operators save."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -34,11 +32,15 @@ class ThreeOps(torch.nn.Module):
     def __init__(self):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        for name, shape in (("leaf", (4, 4)), ("linear", (4, 4)), ("scale", (4, 2))):
-            value = torch.randn(*shape, generator=generator)
-            setattr(self, name, torch.nn.Parameter(value))
-        low = torch.randn(4, generator=generator).bfloat16()
-        self.low = torch.nn.Parameter(low)
+
+        def parameter(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.randn(*shape, generator=generator))
+
+        self.leaf = parameter(4, 4)
+        self.linear = parameter(4, 4)
+        self.scale = parameter(4, 2)
+        self.low = parameter(4)
+        self.low.data = self.low.bfloat16()
 
     def forward(self, x):
         x = LeafSaving.apply(x, self.leaf)
@@ -85,9 +87,8 @@ def test_backward_sees_the_weights_of_its_forward():
         early = model(xs[batch + 1])
         late = max(batch - 1, 0)
         stores.bind(late)
-        assert_equal(
-            model.gradients(loss), expected_gradients(versions[late], xs[batch])
-        )
+        expected = expected_gradients(versions[late], xs[batch])
+        assert_equal(model.gradients(loss), expected)
         with stores.writing({batch}):
             # the optimizer writes this from its main parameter
             model.low.data.copy_(versions[batch]["low"])

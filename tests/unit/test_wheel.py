@@ -1,7 +1,5 @@
 """What a wheel of this repository holds, and the oldest torch that it asks for."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

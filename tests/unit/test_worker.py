@@ -1,7 +1,5 @@
 """The thread that does one job after the other."""
 
-from __future__ import annotations
-
 import time
 import weakref
 from functools import partial
