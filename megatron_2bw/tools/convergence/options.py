@@ -33,6 +33,7 @@ from megatron_2bw.base.errors import (
 from megatron_2bw.base.files import write_whole
 from megatron_2bw.run.flags.plain_torch import PLAIN_TORCH
 from megatron_2bw.run.start.torchrun import log_interval, torchrun
+from megatron_2bw.tools.command_line import TYPES, parser_of
 from megatron_2bw.tools.data.corpus import (
     DEFAULT_MAX_BYTES,
     DEFAULT_VOCAB_SIZE,
@@ -101,7 +102,12 @@ def parse(argv: Sequence[str], prog: str = PROG) -> argparse.Namespace:
     """The options, checked; `.flags` are Megatron's and `.variants` maps labels to the
     flags of each."""
     own, flags = split_flags(argv)
-    parser = _parser(prog)
+    types = TYPES | {
+        "variants": names_of([*VARIANTS]),
+        "numbers": numbers,
+        "rates": rates,
+    }
+    parser = parser_of(prog, Path(__file__).with_suffix(".yaml"), types)
     options = parser.parse_args(own)
     megatron = Parser(prog=prog, add_help=False, allow_abbrev=False)
     megatron.add_argument(
@@ -120,96 +126,16 @@ def parse(argv: Sequence[str], prog: str = PROG) -> argparse.Namespace:
             f"{flag}: it is set before the --, or by --variant; leave it out after the --"
         )
     options.variants = _variants(parser, options)
-    options.limits = _limits(parser, options)
     return options
 
 
-def _parser(prog: str) -> Parser:
-    parser = Parser(
-        prog=prog,
-        description="Trains one configuration with and without 2BW's late gradients.",
-        allow_abbrev=False,
-        epilog="Words after -- are Megatron's flags for every run. A run that fails "
-        "does not stop the others; "
-        "if the very first does not train, no other is started.",
-    )
-    option = parser.add_argument
-    option(
-        "name", metavar="NAME", help="of the experiment: the folder in out/convergence"
-    )
-    option(
-        "--task", choices=("gpt", "bert"), default="gpt", help="default: %(default)s"
-    )
-    option(
-        "--variants",
-        type=names_of([*VARIANTS]),
-        default=("vanilla", "2bw"),
-        metavar="NAME,...",
-        help=f"of {', '.join(VARIANTS)}",
-    )
-    option(
-        "--variant",
-        action="append",
-        default=[],
-        metavar="LABEL=FLAGS",
-        help='2bw with more flags, or "LABEL=--pipeline-schedule NAME ..."; repeatable',
-    )
-    option(
-        "--seeds",
-        type=numbers,
-        default="1234",
-        metavar="N,...",
-        help="default: %(default)s",
-    )
-    option(
-        "--lr",
-        type=_numbers,
-        default=("3e-4",),
-        metavar="RATE,...",
-        help="learning rates (default: 3e-4)",
-    )
-    option(
-        "--ranks",
-        type=whole(1),
-        default=1,
-        metavar="N",
-        help="processes of a run, as Megatron's flags divide them",
-    )
-    option(
-        "--jobs",
-        type=whole(1),
-        default=1,
-        metavar="J",
-        help="concurrent runs (default: 1)",
-    )
-    option(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="as the entry script's",
-    )
-    option(
-        "--max-gap",
-        type=_numbers,
-        metavar="PERCENT,...",
-        help="exit with 1 if a gap is larger; one, or one for each --lr",
-    )
-    option("--out", type=Path, metavar="DIR", help="default: out/convergence/NAME")
-    option(
-        "--no-defaults",
-        action="store_true",
-        help="only Megatron's flags after --, none of this script's own",
-    )
-    return parser
-
-
-def _numbers(text: str) -> tuple[str, ...]:
+def rates(text: str) -> tuple[str, ...]:
     """A comma-separated list of numbers, as they are typed, for argparse. ValueError
     for others."""
-    numbers = words(text)
-    for number in numbers:
-        float(number)
-    return numbers
+    typed = words(text)
+    for rate in typed:
+        float(rate)
+    return typed
 
 
 def _variants(parser: Parser, options: argparse.Namespace) -> dict[str, list[str]]:
@@ -228,20 +154,6 @@ def _variants(parser: Parser, options: argparse.Namespace) -> dict[str, list[str
             flags = VARIANTS["2bw"].split() + flags
         variants[label] = flags
     return variants
-
-
-def _limits(parser: Parser, options: argparse.Namespace) -> dict[str, float]:
-    """The limit of --max-gap for each learning rate; empty without --max-gap."""
-    if options.max_gap is None:
-        return {}
-    limits = list(map(float, options.max_gap))
-    if len(limits) == 1:
-        limits *= len(options.lr)
-    if len(limits) != len(options.lr):
-        parser.error(
-            f"--max-gap {','.join(options.max_gap)}: give one number, or one for each --lr"
-        )
-    return dict(zip(options.lr, limits))
 
 
 # --- commands

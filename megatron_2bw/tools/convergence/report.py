@@ -147,17 +147,14 @@ def validated(result: dict[str, Any]) -> float:
     return math.inf if result["diverged"] else result["validation"][-1][1]
 
 
-def too_large(
-    rows: Sequence[dict[str, Any]], limits: Mapping[str, float], seeds: int
-) -> list[str]:
-    """A line for each variant and rate whose mean gap is above the rate's limit, or
-    unknown for some seed."""
+def too_large(rows: Sequence[dict[str, Any]], limit: float, seeds: int) -> list[str]:
+    """A line for each variant and rate whose mean gap is above the limit, or unknown
+    for some seed."""
     lines = []
     for row in rows:
         if row["variant"] == "vanilla":
             continue
         gap = row["gap_percent"]
-        limit = limits[row["lr"]]
         begin = f"{row['variant']} at lr {row['lr']}: the gap"
         if len(gap["by_seed"]) < seeds:
             lines.append(f"{begin} is known for {len(gap['by_seed'])} of {seeds} seeds")

@@ -30,36 +30,25 @@ class _Scale(NamedTuple):
         return round(time / self.unit * self.width)
 
 
-def render(
-    events: list[Event], stages: int, columns: int = 160, versions: bool = False
-) -> str:
+def render(events: list[Event], stages: int, columns: int = 160) -> str:
     """The timeline of `events` (simulator.simulate) and a line with its length and the
     busy share of the stages.
 
-    columns   maximum length of a line; the rest is cut, and a line says so
-    versions  write the weights W(v) of each action below its stage
+    columns   maximum length of a line; the rest is cut
     """
     chunked = any(event.action.chunk for event in events)
     scale = _scale(events, chunked)
     head = len(f"stage {stages - 1}  ")
     span = makespan(events)
-    end = scale.column(span)
-    room = max(columns - head, scale.width)
-    length = min(end, room)
-    lines = [("time".ljust(head) + _ruler(scale, length)).rstrip()]
+    lines = []
     for stage, own in enumerate(by_stage(events, stages)):
-        row = _row(own, scale, end, chunked)[:length]
-        lines.append(f"stage {stage}".ljust(head) + row)
-        if versions:
-            row = _versions(own, scale, end)[:length]
-            lines.append(("   W(v)".ljust(head) + row).rstrip())
-    if end > room:
-        shown = room / scale.width * scale.unit
-        lines.append(
-            f"cut at {columns} columns: time 0 to {shown:.4g} of {span:.4g} is shown"
-        )
+        row = _row(own, scale, scale.column(span), chunked)
+        lines.append((f"stage {stage}".ljust(head) + row)[:columns])
     lines.append(_legend(events, chunked))
-    lines.append(f"makespan {span:.6g}; {busy_words(events, stages)}")
+    lines.append(
+        f"{scale.width} characters take {scale.unit:.4g}, the timeline {span:.6g}; "
+        f"{busy_words(events, stages)}"
+    )
     return "\n".join(lines)
 
 
@@ -115,24 +104,17 @@ def _steady_batches(events: list[Event]) -> list[tuple[float, float]]:
 
 
 def _scale(events: list[Event], chunked: bool) -> _Scale:
-    """The unit is the largest step that divides the times of all actions, or without
-    one the shortest action. Wide enough for the label of every action, a backward's
-    mark and a space."""
+    """The unit is the shortest action. Wide enough for the label of every action, a
+    backward's mark and a space."""
     bars = [event for event in events if event.action.kind in FILL and event.duration]
-    shortest = min((bar.duration for bar in bars), default=1.0)
-    unit = shortest
-    spare = 1  # a rounded place may cost one character
-    for parts in range(1, 5):
-        if _divides(shortest / parts, bars):
-            unit = shortest / parts
-            spare = 0
-            break
+    unit = min((bar.duration for bar in bars), default=1.0)
+    # a rounded place may cost one character
+    spare = 0 if _divides(unit, bars) else 1
     widths = []
     for event in bars:
-        cells = round(event.duration / unit, 6)
         letters = len(label(event, chunked) + FILL[event.action.kind].strip())
-        if cells >= 1:
-            widths.append(ceil((letters + 1 + spare) / cells))
+        cells = round(event.duration / unit, 6)
+        widths.append(ceil((letters + 1 + spare) / cells))
     return _Scale(unit, max(widths, default=2))
 
 
@@ -175,26 +157,3 @@ def _bar(event: Event, length: int, chunked: bool) -> str:
     if length <= len(number + fill.strip()):
         return (fill.strip() or "f") * length
     return number.ljust(length - 1, fill) + " "
-
-
-def _versions(events: list[Event], scale: _Scale, columns: int) -> str:
-    row = [" "] * columns
-    for event in events:
-        text = str(event.action.version)
-        first = scale.column(event.start)
-        if event.action.kind in FILL and scale.column(event.end) - first > len(text):
-            row[first : first + len(text)] = text
-    return "".join(row)
-
-
-def _ruler(scale: _Scale, length: int) -> str:
-    """Times at round multiples of the unit, at least ten characters apart."""
-    for apart in (k * 10**power for power in range(12) for k in (1, 2, 5)):
-        if apart * scale.width >= 10:
-            break
-    row = ""
-    for column in range(0, length, apart * scale.width):
-        text = f"{column // scale.width * scale.unit:.4g}"
-        if column + len(text) <= length:
-            row = row.ljust(column) + text
-    return row
