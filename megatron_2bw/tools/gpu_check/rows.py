@@ -261,10 +261,10 @@ def against_cpu(check: Check) -> dict[str, Any]:
 
 
 def same_bits(
-    check: Check, stages: int, width: int, text: str, queues: int = 32
+    check: Check, width: int = 1, more: str = "", queues: int = 32
 ) -> dict[str, Any]:
     """Messages over NCCL and random delays, against messages over gloo."""
-    ranks, argv = tiny(stages, width, text, *PLAIN_TORCH)
+    ranks, argv = tiny(2, width, f"--bf16 {more}", *PLAIN_TORCH)
     expected = check.train(ranks, [*argv, "--two-bw-exchange", "gloo"])
     delayed = check.train(ranks, argv, delays, CUDA_DEVICE_MAX_CONNECTIONS=str(queues))
     return compared(delayed, expected)
@@ -277,10 +277,10 @@ def stream_sanitizer(check: Check) -> dict[str, Any]:
     return {"hazards": 0}
 
 
-def fused_gradients(check: Check, words: str) -> dict[str, Any]:
+def fused_gradients(check: Check, more: str = "") -> dict[str, Any]:
     """Weight gradients that a package adds to the slot itself, against those that
     autograd adds."""
-    ranks, argv = tiny(2, 1, f"--bf16 {words}")
+    ranks, argv = tiny(2, 1, f"--bf16 {more}")
     fused = check.train(ranks, argv)
     plain = check.train(ranks, [*argv, "--no-gradient-accumulation-fusion"])
     return compared(fused, plain, tolerance=0.05)
@@ -364,42 +364,30 @@ LOCAL = (
     "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion "
     "--no-rope-fusion"
 )
-DISTRIBUTED = "--bf16 --use-distributed-optimizer"
-
 ROWS = [
     Row("CPU", "losses and weights are those of the CPU, within rounding", against_cpu),
-    Row("NCCL, two stages", BITS, partial(same_bits, stages=2, width=1, text="--bf16")),
+    Row("NCCL, two stages", BITS, same_bits),
+    Row("NCCL, one queue", BITS, partial(same_bits, queues=1)),
     Row(
-        "NCCL, one queue",
+        "NCCL, width 2",
         BITS,
-        partial(same_bits, stages=2, width=1, text="--bf16", queues=1),
+        partial(same_bits, width=2, more="--use-distributed-optimizer"),
     ),
-    Row("NCCL, width 2", BITS, partial(same_bits, stages=2, width=2, text=DISTRIBUTED)),
     Row(
         "sanitizer",
         "torch's stream sanitizer finds no access without an order",
         stream_sanitizer,
         ("cuda",),
     ),
-    Row(
-        "Transformer Engine",
-        FUSED,
-        partial(fused_gradients, words=""),
-        ("cuda", "transformer_engine"),
-    ),
-    Row("Apex", FUSED, partial(fused_gradients, words=LOCAL), ("cuda", "apex")),
+    Row("Transformer Engine", FUSED, fused_gradients, ("cuda", "transformer_engine")),
+    Row("Apex", FUSED, partial(fused_gradients, more=LOCAL), ("cuda", "apex")),
     Row(
         "overhead",
         "time of 2bw over Megatron's own schedule, d = 1, GPT 355M",
         overhead,
         seconds=300.0,
     ),
-    *(
-        Row(
-            f"memory, {name}",
-            "bytes per parameter, peak",
-            partial(memory, variant=name),
-        )
-        for name in DESIGN
-    ),
 ]
+for variant in DESIGN:
+    run = partial(memory, variant=variant)
+    ROWS.append(Row(f"memory, {variant}", "bytes per parameter, peak", run))

@@ -35,41 +35,20 @@ say = functools.partial(print, flush=True)
 
 
 def main(argv: Sequence[str], prog: str) -> int:
-    by_name = {row.name: row for row in ROWS}
-    names = ", ".join(by_name)
-    parser = Parser(
-        prog=prog,
-        description="Checks this project on the GPUs of this machine.",
-        allow_abbrev=False,
-    )
+    names = [row.name for row in ROWS]
+    description = "Checks this project on the GPUs of this machine."
+    parser = Parser(prog, description=description, allow_abbrev=False)
     add = parser.add_argument
-    add(
-        "--row",
-        action="append",
-        metavar="NAME",
-        help=f"only this row, may be repeated: {names}",
-    )
-    add(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="cpu: a tiny model, without figures",
-    )
-    add(
-        "--json",
-        type=Path,
-        default=Path("out/gpu_check/results.json"),
-        metavar="FILE",
-        help="the results",
-    )
+    only = "only this row, may be repeated: %(choices)s"
+    add("--row", action="append", choices=names, metavar="NAME", help=only)
+    tiny = "cpu: a tiny model, without figures"
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=tiny)
+    results = Path("out/gpu_check/results.json")
+    add("--json", type=Path, default=results, metavar="FILE", help="the results")
     options = parser.parse_args(argv)
-    chosen = options.row or list(by_name)
-    for name in chosen:
-        if name not in by_name:
-            parser.error(f"--row {name}: no such row; rows are {names}")
     if options.device == "cuda" and not torch.cuda.device_count():
         parser.error("--device cuda: torch finds no GPU here")
-    rows = [row for row in ROWS if row.name in chosen]
+    rows = [row for row in ROWS if row.name in (options.row or names)]
     return run(rows, options.device, options.json)
 
 

@@ -14,7 +14,12 @@ from megatron_2bw.tools.planner.descriptions.cluster_file import named_cluster, 
 from megatron_2bw.tools.planner.measure import calibrate as calibration
 from megatron_2bw.tools.planner.measure import runs as measured
 from megatron_2bw.tools.timelines.picture import draw_shapes
-from megatron_2bw.tools.timelines.simulator import Times, iteration_time, simulate
+from megatron_2bw.tools.timelines.simulator import (
+    Times,
+    busy,
+    iteration_time,
+    simulate,
+)
 from megatron_2bw.tools.timelines.text import render
 
 INTERLEAVED = "megatron-interleaved"
@@ -32,6 +37,8 @@ def run_simulate(words: list[str], prog: str) -> int:
     events = simulate(schedule, shape, times)
     print(render(events, stages, columns=options.columns))
     seconds = iteration_time(schedule, stages, microbatches, times)
+    share = busy(schedule, stages, microbatches, times)
+    print(f"stages busy {share:.1%}")
     print(f"an iteration takes {seconds:g}")
     if options.out is not None:
         with file_errors(f"--out {options.out}"):

@@ -14,11 +14,12 @@ from megatron_2bw.tools.timelines.simulator import (
     Event,
     PerStage,
     Times,
+    busy,
     by_stage,
     makespan,
     simulate,
 )
-from megatron_2bw.tools.timelines.text import busy_words, label
+from megatron_2bw.tools.timelines.text import label
 
 # The page's (page/timeline.js, page.css). One pair per batch, in turn; the backward is
 # the darker of a pair.
@@ -63,8 +64,8 @@ def draw_shapes(
             versions=versions,
             steps=not schedule.late_step,
         )
-        busy = busy_words(events, shape.stages)
-        title = f"{schedule.name}: {schedule.summary} — {busy}"
+        share = busy(schedule, shape.stages, shape.microbatches, times)
+        title = f"{schedule.name}: {schedule.summary} — stages busy {share:.1%}"
         axis.set_title(title, loc="left", fontsize=8)
     axes[-1].set_xlabel(
         f"time (forward {_range(times.forward)}, backward {_range(times.backward)}); "

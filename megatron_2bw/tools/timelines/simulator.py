@@ -281,6 +281,16 @@ def iteration_time(
     return (ends[skipped + count] - ends[skipped]) / count
 
 
+def busy(
+    schedule: Schedule, stages: int, microbatches: int, times: Times = Times()
+) -> float:
+    """The share of an iteration in which the stages compute, after the pipeline has
+    filled."""
+    work = sum(map(sum, times.computations(stages).values()))
+    seconds = iteration_time(schedule, stages, microbatches, times)
+    return microbatches * work / (stages * seconds)
+
+
 def _updates(schedule: Schedule, shape: Shape, times: Times) -> list[Event]:
     """The reductions and steps of `simulate`, in any order."""
     lists = _prepared_lists(schedule, shape)

@@ -9,7 +9,6 @@ chunks, a capital letter names the chunk.
 
 from __future__ import annotations
 
-import itertools
 from math import ceil
 from typing import NamedTuple
 
@@ -31,8 +30,7 @@ class _Scale(NamedTuple):
 
 
 def render(events: list[Event], stages: int, columns: int = 160) -> str:
-    """The timeline of `events` (simulator.simulate) and a line with its length and the
-    busy share of the stages.
+    """The timeline of `events` (simulator.simulate), and a line with its scale.
 
     columns   maximum length of a line; the rest is cut
     """
@@ -46,8 +44,7 @@ def render(events: list[Event], stages: int, columns: int = 160) -> str:
         lines.append((f"stage {stage}".ljust(head) + row)[:columns])
     lines.append(_legend(events, chunked))
     lines.append(
-        f"{scale.width} characters take {scale.unit:.4g}, the timeline {span:.6g}; "
-        f"{busy_words(events, stages)}"
+        f"{scale.width} characters take {scale.unit:.4g}, the timeline {span:.6g}"
     )
     return "\n".join(lines)
 
@@ -60,47 +57,6 @@ def _legend(events: list[Event], chunked: bool) -> str:
     if any(event.action.kind == REDUCE and event.duration for event in events):
         texts.append(f"{UPDATE} its time")
     return ", ".join(texts)
-
-
-def busy_words(events: list[Event], stages: int) -> str:
-    share, steady = busy(events, stages)
-    return f"stages busy {share:.1%} {'in the steady state' if steady else 'of the whole run'}"
-
-
-def busy(events: list[Event], stages: int) -> tuple[float, bool]:
-    """(share of time in which the stages run forwards and backwards, whether it is of
-    the steady state).
-
-    The steady state is the batches, from one reduction's start to the next, in which a
-    stage runs as many forwards as backwards. If a stage has no such batch, as in a run
-    of one batch, the share is of the whole run.
-    """
-    batches = [_steady_batches(own) for own in by_stage(events, stages)]
-    if all(batches):
-        work, length = map(sum, zip(*itertools.chain(*batches)))
-        return work / length, True
-    work = sum(event.duration for event in events if event.action.kind in FILL)
-    return work / (stages * makespan(events)), False
-
-
-def _steady_batches(events: list[Event]) -> list[tuple[float, float]]:
-    """(work, length) of the steady batches of one stage."""
-    batches = []
-    begin = None
-    work = 0.0
-    ahead = 0
-    for event in events:
-        kind = event.action.kind
-        if kind in FILL:
-            work += event.duration
-            ahead += 1 if kind == F else -1
-        elif kind == REDUCE:
-            if begin is not None and ahead == 0 and work:
-                batches.append((work, event.end - begin))
-            begin = event.end
-            work = 0.0
-            ahead = 0
-    return batches
 
 
 def _scale(events: list[Event], chunked: bool) -> _Scale:
