@@ -8,7 +8,7 @@ Invariant: the losses on the screen are those of the log in DIR.
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from pathlib import Path
 
 from megatron_2bw.base import run_log
@@ -75,7 +75,7 @@ def pick_device() -> str:
     return "cuda" if torch.cuda.device_count() >= STAGES else "cpu"
 
 
-def run(options: argparse.Namespace, prog: str) -> int:
+def run(options: Namespace, prog: str) -> int:
     """The whole demo; its status. Raises UserError."""
     out = options.out
     device = pick_device()

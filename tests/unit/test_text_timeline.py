@@ -38,12 +38,6 @@ def test_interleaved():
     ]
 
 
-def test_update_beside_the_batches_takes_the_stages_time():
-    text = rows(SCHEDULES["2bw"], Shape(1, 1, 0, 2), Times(overlap_cost=1))
-    assert text[0] == "stage 0  1 1bb uu2|2bb u|"
-    assert text[1].endswith("u its time")
-
-
 def test_long_lines_are_cut():
     text = rows(SCHEDULES["gpipe"], Shape(2, 2, 0, 1), columns=19)
     assert text[:2] == ["stage 0  1 2 ......", "stage 1  ..1 2 1bb "]

@@ -9,7 +9,6 @@ checkpoints.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -17,6 +16,7 @@ import re
 import shlex
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,7 +98,7 @@ def first_flag(words: Sequence[str], flags: Sequence[str]) -> str | None:
     return next((flag for flag in flags if flag in typed), None)
 
 
-def parse(argv: Sequence[str], prog: str = PROG) -> argparse.Namespace:
+def parse(argv: Sequence[str], prog: str = PROG) -> Namespace:
     """The options, checked; `.flags` are Megatron's and `.variants` maps labels to the
     flags of each."""
     own, flags = split_flags(argv)
@@ -138,7 +138,7 @@ def rates(text: str) -> tuple[str, ...]:
     return typed
 
 
-def _variants(parser: Parser, options: argparse.Namespace) -> dict[str, list[str]]:
+def _variants(parser: Parser, options: Namespace) -> dict[str, list[str]]:
     """The flags of each variant by its label, vanilla first."""
     variants = {}
     for label in ("vanilla", *options.variants):
@@ -169,7 +169,7 @@ def eval_interval(iterations: int) -> int:
     return interval
 
 
-def defaults(options: argparse.Namespace, flags: Sequence[str]) -> list[str]:
+def defaults(options: Namespace, flags: Sequence[str]) -> list[str]:
     """Default flags; the user's `flags` come later and override them."""
     if options.no_defaults:
         return []
@@ -195,9 +195,7 @@ def defaults(options: argparse.Namespace, flags: Sequence[str]) -> list[str]:
     return words + EVALUATION
 
 
-def command(
-    options: argparse.Namespace, data: Sequence[str], run: Run
-) -> tuple[str, ...]:
+def command(options: Namespace, data: Sequence[str], run: Run) -> tuple[str, ...]:
     """The command of a run: torchrun, the entry script, the defaults, the user's flags,
     the variant's."""
     flags = [*options.flags, *options.variants[run.variant]]
@@ -216,13 +214,13 @@ def command(
     )
 
 
-def takes_corpus(options: argparse.Namespace) -> bool:
+def takes_corpus(options: Namespace) -> bool:
     """Whether the user has left data and tokenizer to this script."""
     data = first_flag(options.flags, OWN_DATA + SPLIT_DATA)
     return not options.no_defaults and not data
 
 
-def built_in(options: argparse.Namespace) -> list[str]:
+def built_in(options: Namespace) -> list[str]:
     """The flags of the built-in corpus, built at the first call; none if the user has
     data or a tokenizer.
 
@@ -259,7 +257,7 @@ def _prepare_sentences(text: Path, prefix: Path) -> None:
         raise UserError(f"--task bert: no data in {text.parent}, see above")
 
 
-def grid(options: argparse.Namespace, data: Sequence[str]) -> list[Run]:
+def grid(options: Namespace, data: Sequence[str]) -> list[Run]:
     """All runs, ordered for early comparisons: seed by seed, vanilla first."""
     runs = []
     cases = itertools.product(options.seeds, options.lr, options.variants)

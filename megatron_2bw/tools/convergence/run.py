@@ -18,17 +18,16 @@ command in its log; no run is compared with one of another command.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import json
 import shlex
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -49,6 +48,8 @@ from megatron_2bw.tools.convergence.options import (
 from megatron_2bw.tools.convergence.plot import draw
 from megatron_2bw.tools.convergence.report import (
     STARTED,
+    Figures,
+    Result,
     markdown,
     number,
     outcome,
@@ -83,7 +84,7 @@ def last_attempt(run: Run) -> str:
     return run.log.read_text(errors="replace").rpartition(STARTED)[2]
 
 
-def result_of(run: Run) -> dict[str, Any] | None:
+def result_of(run: Run) -> Result | None:
     """The stored result. Raises UserError if it, or the checkpoints to continue from,
     are of another command."""
     path = run.folder / "result.json"
@@ -128,7 +129,7 @@ class Board:
 
     runs: list[Run]
     iterations: int
-    results: dict[Run, dict[str, Any]] = field(default_factory=dict)
+    results: dict[Run, Result] = field(default_factory=dict)
     failures: dict[Run, str] = field(default_factory=dict)
 
     def say(self, run: Run, text: str) -> None:
@@ -164,7 +165,7 @@ class Board:
             loss = f"validation loss {validated(result):.4f}"
         self.say(run, f"ended after {job.seconds} s, {loss}")
 
-    def entry(self, run: Run, out: Path) -> dict[str, Any]:
+    def entry(self, run: Run, out: Path) -> Result:
         """What runs.json holds of a run."""
         entry = {
             "variant": run.variant,
@@ -177,7 +178,7 @@ class Board:
         return entry | result | {"command": portable(run.command)}
 
 
-def train(board: Board, options: argparse.Namespace) -> None:
+def train(board: Board, options: Namespace) -> None:
     """Run what is missing, `options.jobs` at a time, and write the report after each.
     Failures are on the board."""
     waiting = [run for run in board.runs if run not in board.results]
@@ -208,7 +209,7 @@ def train(board: Board, options: argparse.Namespace) -> None:
 # --------------------------------------------------------------------------------------
 
 
-def report(board: Board, options: argparse.Namespace) -> list[dict[str, Any]]:
+def report(board: Board, options: Namespace) -> list[Figures]:
     """Write runs.json, curves.png and report.md from the results so far. Returns a row
     for each (lr, variant)."""
     results = {}
@@ -239,7 +240,7 @@ def report(board: Board, options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def facts(board: Board, options: argparse.Namespace) -> list[str]:
+def facts(board: Board, options: Namespace) -> list[str]:
     """What was run, for report.md."""
     seeds = ", ".join(map(str, options.seeds))
     flags = shlex.join(defaults(options, options.flags)) or "nothing"
@@ -262,7 +263,7 @@ def facts(board: Board, options: argparse.Namespace) -> list[str]:
     return lines
 
 
-def work(options: argparse.Namespace) -> int:
+def work(options: Namespace) -> int:
     with file_errors(f"--out {options.out}"):
         options.out.mkdir(parents=True, exist_ok=True)
     try:

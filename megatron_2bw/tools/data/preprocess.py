@@ -141,7 +141,7 @@ def _new_tokenizer(options: Namespace, sources: list[Source], folder: Path) -> s
     shutil.rmtree(place, ignore_errors=True)
     cased = options.cased
     if options.vocab_file:
-        vocabulary.from_files(place, options.vocab_file, options.merge_file, cased)
+        vocabulary.from_file(place, options.vocab_file, cased)
         return str(place)
     size = sum(source.rows.data.nbytes for source in sources)
     limit = options.train_tokenizer_mb * 1e6

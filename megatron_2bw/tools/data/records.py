@@ -13,16 +13,15 @@ _ALPACA = (
     "appropriately completes the request."
 )
 _PAIRED = ", paired with an input that provides further context"
-# of ShareGPT
+# the last is OpenAI's of before, the others are ShareGPT's
 _ROLES = {
     "human": "user",
     "gpt": "assistant",
     "function_call": "assistant",
     "observation": "tool",
+    "function": "tool",
 }
-_ROLES |= {role: role for role in ("user", "assistant", "system", "tool")}
-# the last as OpenAI named it before
-_OTHER_ROLES = {"human": "user", "gpt": "assistant", "function": "tool"}
+_KNOWN = ("user", "assistant", "system", "tool")
 _MASKS = (
     "weight loss_mask loss train training trainable train_on_turn train_detail".split()
 )  # of a message that the model does not learn
@@ -74,13 +73,12 @@ def _turn(entry: Any, where: str) -> Turn:
         learned = learned and bool(value)
     sender = message.pop("from", None)
     if sender:
-        if sender not in _ROLES:
-            raise ValueError(f"{where}.from is {sender}: give {', '.join(_ROLES)}")
-        message["role"] = _ROLES[sender]
         field = "function_call" if sender == "function_call" else "content"
         message[field] = message.pop("value", None)
-    role = message["role"]
-    message["role"] = _OTHER_ROLES.get(role, role)
+    role = sender or message["role"]
+    message["role"] = _ROLES.get(role, role)
+    if sender and message["role"] not in _KNOWN:
+        raise ValueError(f"{where}.from is {sender}: give {', '.join(_ROLES)}")
     _add_calls(message, where)
     _join_content(message, where)
     return Turn(message, learned)

@@ -31,12 +31,14 @@ from megatron_2bw.tools.planner.cost.memory import Memory
 from megatron_2bw.tools.planner.descriptions.model import preset
 from megatron_2bw.tools.planner.descriptions.plan import Plan
 
+Figures = dict[str, Any]  # by name
+
 # seconds before the time limit, at which a rank prints where its threads are
 MARGIN = 10
 FIRST = 4  # iterations that are not timed
 ROUNDING = 1e-4  # of a GPU against the CPU, relative to a tensor's largest element
 # Bytes per parameter (docs/design.md), and the plan's choice.
-DESIGN: dict[str, tuple[int, dict[str, Any]]] = {
+DESIGN: dict[str, tuple[int, dict]] = {
     "2bw": (24, {}),
     "2bw, one gradient slot": (20, {"gradient_slots": 1}),
     "2bw, host": (8, {"host": True}),
@@ -210,7 +212,7 @@ def tiny(stages: int, width: int, text: str, *more: str) -> tuple[int, list[str]
 
 def compared(
     runs: list[Observed], others: list[Observed], tolerance: float = 0.0
-) -> dict[str, Any]:
+) -> Figures:
     """Failed if losses or final weights differ by more than `tolerance` of a tensor's
     largest element."""
 
@@ -252,7 +254,7 @@ def drawn_on_the_host() -> None:
     torch.nn.init.normal_ = normal
 
 
-def against_cpu(check: Check) -> dict[str, Any]:
+def against_cpu(check: Check) -> Figures:
     """SGD: Adam makes a step of the learning rate of a gradient that is only
     rounding."""
     ranks, argv = tiny(1, 1, "--optimizer sgd --lr 0.1", *PLAIN_TORCH)
@@ -262,7 +264,7 @@ def against_cpu(check: Check) -> dict[str, Any]:
 
 def same_bits(
     check: Check, width: int = 1, more: str = "", queues: int = 32
-) -> dict[str, Any]:
+) -> Figures:
     """Messages over NCCL and random delays, against messages over gloo."""
     ranks, argv = tiny(2, width, f"--bf16 {more}", *PLAIN_TORCH)
     expected = check.train(ranks, [*argv, "--two-bw-exchange", "gloo"])
@@ -270,14 +272,14 @@ def same_bits(
     return compared(delayed, expected)
 
 
-def stream_sanitizer(check: Check) -> dict[str, Any]:
+def stream_sanitizer(check: Check) -> Figures:
     """torch's sanitizer raises at the first access without an order; its report is in
     the ranks' logs."""
     check.train(*tiny(2, 1, "", *PLAIN_TORCH), sanitized)
     return {"hazards": 0}
 
 
-def fused_gradients(check: Check, more: str = "") -> dict[str, Any]:
+def fused_gradients(check: Check, more: str = "") -> Figures:
     """Weight gradients that a package adds to the slot itself, against those that
     autograd adds."""
     ranks, argv = tiny(2, 1, f"--bf16 {more}")
@@ -307,7 +309,7 @@ def large(check: Check, schedule: str, *more: str) -> Observed:
     return check.train(1, gpt_flags(*shape, text, *PLAIN_TORCH, *more))[0]
 
 
-def overhead(check: Check) -> dict[str, Any]:
+def overhead(check: Check) -> Figures:
     """2bw between two runs of Megatron's own schedule, whose difference is the noise.
     The goal is half a per cent."""
     before = large(check, "megatron").seconds
@@ -322,7 +324,7 @@ def overhead(check: Check) -> dict[str, Any]:
     return {"seconds": run, "overhead": overhead_share, "noise": noise}
 
 
-def memory(check: Check, variant: str) -> dict[str, Any]:
+def memory(check: Check, variant: str) -> Figures:
     """Bytes per parameter between iterations against the design, and the peak against
     the planner."""
     design, choice = DESIGN[variant]
@@ -353,7 +355,7 @@ class Row:
 
     name: str
     what: str
-    run: Callable[[Check], dict[str, Any]]
+    run: Callable[[Check], Figures]
     needs: tuple[str, ...] = ()
     seconds: float = 200.0
 

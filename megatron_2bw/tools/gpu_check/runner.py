@@ -29,6 +29,8 @@ HANGS = "hangs"
 SKIPPED = "skipped"
 BAD = (FAILED, HANGS)
 
+Result = dict[str, Any]  # of a row
+
 NEEDS = {"cuda": "a GPU"}  # in words
 
 say = functools.partial(print, flush=True)
@@ -58,7 +60,7 @@ def run(rows: Sequence[Row], device: str, path: Path) -> int:
     check = Check("cuda" if gpus else "cpu")
     os.environ["MEGATRON_2BW_WORLD_DEVICE"] = check.device
     about = machine(check, gpus)
-    results: dict[str, dict[str, Any]] = {}
+    results: dict[str, Result] = {}
     for name, value in about.items():
         say(f"{name}: {value}")
     for row in rows:
@@ -73,7 +75,7 @@ def run(rows: Sequence[Row], device: str, path: Path) -> int:
     return int(any(result["result"] in BAD for result in results.values()))
 
 
-def result_of(row: Row, check: Check) -> dict[str, Any]:
+def result_of(row: Row, check: Check) -> Result:
     """Run a row: its result, its figures or the reason, its seconds."""
     available = {"cuda": check.device == "cuda"}
     for need in row.needs:
@@ -102,7 +104,7 @@ def reason(error: Exception) -> str:
     return line[:300]
 
 
-def machine(check: Check, gpus: int) -> dict[str, Any]:
+def machine(check: Check, gpus: int) -> dict[str, str]:
     """What `megatron-2bw doctor` prints; fills in the memory of `check`."""
     if gpus:
         check.gib = round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
@@ -115,7 +117,7 @@ def machine(check: Check, gpus: int) -> dict[str, Any]:
     return about
 
 
-def brief(result: dict[str, Any]) -> str:
+def brief(result: Result) -> str:
     """Result and figures, or the reason, in one line."""
     figures = []
     for name, value in result.get("figures", {}).items():
@@ -124,7 +126,7 @@ def brief(result: dict[str, Any]) -> str:
     return f"{result['result']}  {result.get('why', ', '.join(figures))}"
 
 
-def table(results: dict[str, Any]) -> str:
+def table(results: dict[str, Result]) -> str:
     """A line for each row, and the counts."""
     width = max(map(len, results), default=0)
     lines = [f"{name:{width}}  {brief(result)}" for name, result in results.items()]

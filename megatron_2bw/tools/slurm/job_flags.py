@@ -25,8 +25,6 @@ from megatron_2bw.tools.planner.descriptions.plan import Plan
 from megatron_2bw.tools.planner.tell import training
 from megatron_2bw.tools.planner.tell.jobs import mock_data
 
-PRECISIONS = ("bf16", "fp16", "fp32")
-
 
 def words(
     kind: str,
@@ -43,8 +41,6 @@ def words(
 
     save: also the plan's --save-interval. UserError names the wrong variable.
     """
-    if precision not in ("", *PRECISIONS):
-        raise UserError(f"PRECISION={precision}: not one of {', '.join(PRECISIONS)}")
     if plan:
         first = _planned(plan, kind, model, servers, processes, precision)
         flags = first.flags
@@ -144,7 +140,7 @@ def main() -> int:
     option("--servers", type=int, required=True)
     option("--processes", type=int, required=True, help="a server")
     option("--data", default="", metavar="FLAGS", help="instead of the mock data")
-    option("--precision", default="", metavar="|".join(PRECISIONS))
+    option("--precision", default="", choices=("", "bf16", "fp16", "fp32"))
     option(
         "--save",
         action="store_true",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megatron_2bw.schedules import REDUCE, STEP, B, F, PipeDreamFlush, Schedule, TwoBW
 from megatron_2bw.tools.timelines.simulator import (
-    Event,
+    Events,
     Times,
     actions_of,
     by_stage,
@@ -23,14 +23,14 @@ from megatron_2bw.tools.timelines.simulator import (
 from megatron_2bw.tools.timelines.waits import cut, drawn
 
 SMALL = 1e-3  # of the timeline's length; shorter waits are left out
-Lists = list[list[Event]]
+Lists = list[Events]
 
 
 class Batches(NamedTuple):
     """The last whole batches of a run, and all of its actions. Times in seconds since
     the epoch."""
 
-    events: list[Event]
+    events: Events
     stages: int
     begin: float  # of the batches
     first: int  # of the batches
@@ -38,7 +38,7 @@ class Batches(NamedTuple):
     title: str
 
 
-def last_batches(events: list[Event], batches: int) -> Batches | None:
+def last_batches(events: Events, batches: int) -> Batches | None:
     """The last `batches` batches, at most, that all stages of a pipeline have reduced;
     None if there is none."""
     stages = 1 + max(event.stage for event in events)
@@ -93,7 +93,7 @@ def timelines(batches: Batches) -> dict[str, Any]:
     }
 
 
-def _reduction_start(events: list[Event], batch: int) -> float:
+def _reduction_start(events: Events, batch: int) -> float:
     """When stage 0 starts the reduction of `batch`; 0 before the first batch."""
     for event in events:
         if (event.stage, *event.action[:2]) == (0, REDUCE, batch):
@@ -142,7 +142,7 @@ def _medians(lists: Lists, kind: str) -> list[float]:
     return times
 
 
-def _least_delay(kind: str, sender: list[Event], receiver: list[Event]) -> float:
+def _least_delay(kind: str, sender: Events, receiver: Events) -> float:
     """The least time from the end of an action to the start of the receiver's."""
     starts = {e.action.number: e.start for e in receiver if e.action.kind == kind}
     delays = []

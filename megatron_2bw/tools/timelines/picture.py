@@ -12,6 +12,7 @@ from megatron_2bw.base.files import new_figure, write_figure
 from megatron_2bw.schedules import REDUCE, STEP, B, F, Schedule, Shape
 from megatron_2bw.tools.timelines.simulator import (
     Event,
+    Events,
     PerStage,
     Times,
     busy,
@@ -92,7 +93,7 @@ def _range(time: PerStage) -> str:
 
 
 def draw_events(
-    events: list[Event], stages: int, microbatches: int, path: Path, title: str
+    events: Events, stages: int, microbatches: int, path: Path, title: str
 ) -> None:
     """Write a picture of a measured timeline, with times in seconds."""
     figure, (axis,) = _rows([stages])
@@ -107,7 +108,7 @@ def draw_events(
 
 def draw_rows(
     axis,
-    events: list[Event],
+    events: Events,
     shape: Shape,
     numbers: bool = True,
     span: tuple[float, float] | None = None,
@@ -154,7 +155,7 @@ def draw_rows(
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _spans(events: list[Event]) -> list[tuple[float, float]]:
+def _spans(events: Events) -> list[tuple[float, float]]:
     """(start, length) of each."""
     return [(event.start, event.duration) for event in events]
 

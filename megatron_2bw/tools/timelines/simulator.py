@@ -13,7 +13,7 @@ import collections
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -73,15 +73,19 @@ class Event(NamedTuple):
         return self.end - self.start
 
 
-def simulate(schedule: Schedule, shape: Shape, times: Times = Times()) -> list[Event]:
+Events = list[Event]
+Lists = list[list[Action]]  # one per stage
+
+
+def simulate(schedule: Schedule, shape: Shape, times: Times = Times()) -> Events:
     """Events of iterations shape.first ... shape.end - 1, in order of start. ValueError
     if the lists deadlock."""
     return simulate_lists(schedule, _lists(schedule, shape), times)
 
 
-def _lists(schedule: Schedule, shape: Shape) -> list[list[Action]]:
+def _lists(schedule: Schedule, shape: Shape) -> Lists:
     """The actions of each stage in all iterations of `shape`."""
-    lists: list[list[Action]] = [[] for _ in range(shape.stages)]
+    lists: Lists = [[] for _ in range(shape.stages)]
     for stage, actions in enumerate(lists):
         for iteration in range(shape.first, shape.end):
             actions += schedule.actions(shape, stage, iteration)
@@ -89,8 +93,8 @@ def _lists(schedule: Schedule, shape: Shape) -> list[list[Action]]:
 
 
 def simulate_lists(
-    schedule: Schedule, lists: list[list[Action]], times: Times, partial: bool = False
-) -> list[Event]:
+    schedule: Schedule, lists: Lists, times: Times, partial: bool = False
+) -> Events:
     """Like `simulate`, for lists of actions, one per stage, that follow the rules of
     `schedule`.
 
@@ -100,19 +104,19 @@ def simulate_lists(
     return sorted(events, key=operator.attrgetter("start", "stage"))
 
 
-def by_stage(events: Iterable[Event], stages: int) -> list[list[Event]]:
+def by_stage(events: Events, stages: int) -> list[Events]:
     """Each stage's events, in their order."""
-    rows: list[list[Event]] = [[] for _ in range(stages)]
+    rows: list[Events] = [[] for _ in range(stages)]
     for event in events:
         rows[event.stage].append(event)
     return rows
 
 
-def actions_of(lists: list[list[Event]]) -> list[list[Action]]:
+def actions_of(lists: list[Events]) -> Lists:
     return [[event.action for event in own] for own in lists]
 
 
-def scaled(events: Iterable[Event], factor: float) -> list[Event]:
+def scaled(events: Events, factor: float) -> Events:
     """The events in another unit of time."""
     return [
         Event(stage, action, *(factor * time for time in times))
@@ -133,7 +137,7 @@ class Prepared(NamedTuple):
     gives: Message | None = None
 
 
-def prepared(lists: list[list[Action]], chunks: int) -> list[list[Prepared]]:
+def prepared(lists: Lists, chunks: int) -> list[list[Prepared]]:
     """The actions of each stage's list with their messages."""
     stages = len(lists)
     rows = []
@@ -178,9 +182,9 @@ class _Run:
         # missing input -> the stages that wait for it
         self.waiting: dict[object, list[int]] = collections.defaultdict(list)
         self.runnable = list(range(self.stages))
-        self.events: list[Event] = []
+        self.events: Events = []
 
-    def play(self, partial: bool = False) -> list[Event]:
+    def play(self, partial: bool = False) -> Events:
         stages = [self._stage(stage) for stage in self.runnable]
         while self.runnable:
             stage = self.runnable.pop()
@@ -253,7 +257,7 @@ class _Run:
             self.runnable += self.waiting.pop(arrival)
 
 
-def makespan(events: list[Event]) -> float:
+def makespan(events: Events) -> float:
     return max(event.end for event in events)
 
 
@@ -291,7 +295,7 @@ def busy(
     return microbatches * work / (stages * seconds)
 
 
-def _updates(schedule: Schedule, shape: Shape, times: Times) -> list[Event]:
+def _updates(schedule: Schedule, shape: Shape, times: Times) -> Events:
     """The reductions and steps of `simulate`, in any order."""
     lists = _prepared_lists(schedule, shape)
     return _Run(schedule, lists, times, computed=False).play()

@@ -2,9 +2,8 @@
 to the right. Pure Python.
 
 A forward is the microbatch's number, from 1, and blanks; a backward is the number and
-b's. Each ends in a space. A dot is time in which the stage waits, | a weight update, u
-the stage's time for an update that overlaps its batches. If stages hold several model
-chunks, a capital letter names the chunk.
+b's. Each ends in a space. A dot is time in which the stage waits, | a weight update. If
+stages hold several model chunks, a capital letter names the chunk.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
-from megatron_2bw.schedules import REDUCE, STEP, B, F
-from megatron_2bw.tools.timelines.simulator import Event, by_stage, makespan
+from megatron_2bw.schedules import STEP, B, F
+from megatron_2bw.tools.timelines.simulator import Event, Events, by_stage, makespan
 
 FILL = {F: " ", B: "b"}
-UPDATE = "u"  # a stage's own time for an update that overlaps its batches
 
 
 class _Scale(NamedTuple):
@@ -29,7 +27,7 @@ class _Scale(NamedTuple):
         return round(time / self.unit * self.width)
 
 
-def render(events: list[Event], stages: int, columns: int = 160) -> str:
+def render(events: Events, stages: int, columns: int = 160) -> str:
     """The timeline of `events` (simulator.simulate), and a line with its scale.
 
     columns   maximum length of a line; the rest is cut
@@ -42,24 +40,15 @@ def render(events: list[Event], stages: int, columns: int = 160) -> str:
     for stage, own in enumerate(by_stage(events, stages)):
         row = _row(own, scale, scale.column(span), chunked)
         lines.append((f"stage {stage}".ljust(head) + row)[:columns])
-    lines.append(_legend(events, chunked))
+    letters = "A, B, ... model chunk, " if chunked else ""
+    lines.append(f"1 forward, 1b backward, {letters}. idle, | weight update")
     lines.append(
         f"{scale.width} characters take {scale.unit:.4g}, the timeline {span:.6g}"
     )
     return "\n".join(lines)
 
 
-def _legend(events: list[Event], chunked: bool) -> str:
-    texts = ["1 forward", "1b backward"]
-    if chunked:
-        texts.append("A, B, ... model chunk")
-    texts += [". idle", "| weight update"]
-    if any(event.action.kind == REDUCE and event.duration for event in events):
-        texts.append(f"{UPDATE} its time")
-    return ", ".join(texts)
-
-
-def _scale(events: list[Event], chunked: bool) -> _Scale:
+def _scale(events: Events, chunked: bool) -> _Scale:
     """The unit is the shortest action. Wide enough for the label of every action, a
     backward's mark and a space."""
     bars = [event for event in events if event.action.kind in FILL and event.duration]
@@ -74,7 +63,7 @@ def _scale(events: list[Event], chunked: bool) -> _Scale:
     return _Scale(unit, max(widths, default=2))
 
 
-def _divides(unit: float, events: list[Event]) -> bool:
+def _divides(unit: float, events: Events) -> bool:
     for event in events:
         for time in (event.start / unit, event.end / unit):
             if abs(time - round(time)) >= 1e-6 * max(time, 1):
@@ -88,14 +77,12 @@ def label(event: Event, chunked: bool) -> str:
     return f"{event.action.microbatch + 1}{letter}"
 
 
-def _row(events: list[Event], scale: _Scale, columns: int, chunked: bool) -> str:
+def _row(events: Events, scale: _Scale, columns: int, chunked: bool) -> str:
     row = ["."] * columns
     for event in events:
         first = scale.column(event.start)
         last = scale.column(event.end)
-        if event.action.kind == REDUCE:
-            row[first:last] = UPDATE * (last - first)
-        elif event.action.kind in FILL and event.duration:
+        if event.action.kind in FILL and event.duration:
             bar = _bar(event, max(last - first, 1), chunked)
             row[first : first + len(bar)] = bar
     for event in events:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from megatron_2bw.schedules import REDUCE, STEP, B, F, Schedule
 from megatron_2bw.tools.timelines.simulator import (
-    Event,
+    Events,
     Message,
     Times,
     actions_of,
@@ -28,7 +27,7 @@ SMALL = 1e-9  # of the timeline's length: differences below it are rounding
 
 def drawn(
     schedule: Schedule,
-    events: list[Event],
+    events: Events,
     stages: int,
     times: Times,
     small: float = SMALL,
@@ -50,7 +49,7 @@ def drawn(
     }
 
 
-def cut(events: Iterable[Event], begin: float, until: float = math.inf) -> list[Event]:
+def cut(events: Events, begin: float, until: float = math.inf) -> Events:
     """The events that end after `begin` and start before `until`; `begin` becomes 0."""
     kept = []
     for event in events:
@@ -90,7 +89,7 @@ class Waits:
     def __init__(
         self,
         schedule: Schedule,
-        events: list[Event],
+        events: Events,
         stages: int,
         times: Times,
         small: float,
