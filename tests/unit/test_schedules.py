@@ -77,21 +77,13 @@ def test_gpipe_in_rounds_is_valid_and_holds_a_round(stages, microbatches):
     assert lists(one, shape) == lists(SCHEDULES["no-pipelining"], shape)
 
 
-@pytest.mark.parametrize(
-    "name, versions, in_flight",
-    [
-        ("2bw", [2] * 4, [4, 3, 2, 1]),
-        ("pipedream-flush", [1] * 4, [4, 3, 2, 1]),
-        ("gpipe", [1] * 4, [6] * 4),
-        ("no-pipelining", [1] * 4, [1] * 4),
-    ],
-)
-def test_limits_are_reached(name, versions, in_flight):
+@pytest.mark.parametrize("case", BY_HAND["limits"], ids=str)
+def test_limits_are_reached(case):
     """One less and the validator objects."""
     shape = Shape(4, 6, 0, 3)
-    schedule = SCHEDULES[name]
-    assert by_stage(schedule.max_versions, shape) == versions
-    assert by_stage(schedule.max_in_flight, shape) == in_flight
+    schedule = SCHEDULES[case["name"]]
+    assert by_stage(schedule.max_versions, shape) == case["versions"]
+    assert by_stage(schedule.max_in_flight, shape) == case["in flight"]
 
     class Tighter(type(schedule)):
         def max_in_flight(self, shape, stage):
@@ -151,22 +143,13 @@ def test_a_late_step_needs_a_free_store_from_its_reduction_on():
         check_actions([row], Wide(), Shape(1, 2, 3, 5))
 
 
-@pytest.mark.parametrize(
-    "extra, per_boundary",
-    [
-        ((1,), (1, 1, 1)),
-        ((2,), (2, 2, 2)),
-        ((0, 2, 0), (0, 2, 0)),
-        ((1, 0, 3), (1, 0, 3)),
-        ((0,), (0, 0, 0)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("extra", [(1,), (2,), (0, 2, 0), (1, 0, 3), (0,)], ids=str)
 @pytest.mark.parametrize("gradient_slots", [1, 2])
 def test_2bw_with_extra_warmup_is_valid_with_the_fewest_microbatches(
-    extra, per_boundary, gradient_slots
+    extra, gradient_slots
 ):
     schedule = TwoBW(gradient_slots, extra)
+    per_boundary = extra if len(extra) == 3 else extra * 3
     fewest = 4 + sum(per_boundary)
     assert schedule.min_microbatches(4) == fewest
     in_flight = [4 - stage + sum(per_boundary[stage:]) for stage in range(4)]
