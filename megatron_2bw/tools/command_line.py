@@ -22,10 +22,15 @@ TYPES = {
 Types = Mapping[str, Callable[[str], Any]]
 
 
-def parser_of(prog: str, file: Path, types: Types = TYPES) -> Parser:
-    """The parser of a file's `flags`; of each table in `one_of` exactly one flag is
-    given."""
-    content = read_yaml(file)
+def table_of(module: str) -> dict[str, Any]:
+    """The content of the YAML file of a module's `__file__`."""
+    return read_yaml(Path(module).with_suffix(".yaml"))
+
+
+def parser_of(prog: str, module: str, types: Types = TYPES) -> Parser:
+    """The parser of the `flags` of a module; of each table in `one_of` exactly one flag
+    is given."""
+    content = table_of(module)
     parser = Parser(
         prog,
         description=content["description"],

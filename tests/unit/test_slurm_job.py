@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -131,9 +132,14 @@ plans:
 """
 
 
-def flags_of(kind: str, model: str, plan: object = "", *words: str, **more) -> str:
-    """The flags of a job on two servers with eight GPUs each."""
-    return " ".join(job_flags.words(kind, model, str(plan), 2, 8, *words, **more))
+def flags_of(
+    kind: str, model: str, plan: object, precision: str, data="", save=False, servers=2
+) -> str:
+    """The flags of a job on servers with eight GPUs each."""
+    sizes = dict(servers=servers, processes=8)
+    chosen = dict(kind=kind, model=model, plan=str(plan), precision=precision)
+    options = SimpleNamespace(**sizes, **chosen, data=data, save=save)
+    return " ".join(job_flags.words(options))
 
 
 def test_flags_of_a_model():
@@ -170,7 +176,7 @@ def test_a_plan_is_of_the_jobs_model_and_precision_and_nodes(plan):
     with pytest.raises(UserError, match="is for gpt-2.2b in fp16"):
         flags_of("gpt", "", plan, "bf16")
     with pytest.raises(UserError, match="the job has 4 with 8: .* --nodes=2 "):
-        job_flags.words("gpt", "", str(plan), 4, 8, "")
+        flags_of("gpt", "", plan, "", servers=4)
 
 
 SLURM = {

@@ -107,7 +107,7 @@ def parse(argv: Sequence[str], prog: str = PROG) -> Namespace:
         "numbers": numbers,
         "rates": rates,
     }
-    parser = parser_of(prog, Path(__file__).with_suffix(".yaml"), types)
+    parser = parser_of(prog, __file__, types)
     options = parser.parse_args(own)
     megatron = Parser(prog=prog, add_help=False, allow_abbrev=False)
     megatron.add_argument(
@@ -214,12 +214,6 @@ def command(options: Namespace, data: Sequence[str], run: Run) -> tuple[str, ...
     )
 
 
-def takes_corpus(options: Namespace) -> bool:
-    """Whether the user has left data and tokenizer to this script."""
-    data = first_flag(options.flags, OWN_DATA + SPLIT_DATA)
-    return not options.no_defaults and not data
-
-
 def built_in(options: Namespace) -> list[str]:
     """The flags of the built-in corpus, built at the first call; none if the user has
     data or a tokenizer.
@@ -228,7 +222,7 @@ def built_in(options: Namespace) -> list[str]:
     The data preparation writes the .idx last, so all is there if it is; a call that was
     ended can be repeated.
     """
-    if not takes_corpus(options):
+    if options.no_defaults or first_flag(options.flags, OWN_DATA + SPLIT_DATA):
         return []
     corpus = build_corpus()
     if options.task == "gpt":

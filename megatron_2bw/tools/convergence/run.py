@@ -40,10 +40,8 @@ from megatron_2bw.tools.convergence.options import (
     PROG,
     Run,
     built_in,
-    defaults,
     grid,
     parse,
-    takes_corpus,
 )
 from megatron_2bw.tools.convergence.plot import draw
 from megatron_2bw.tools.convergence.report import (
@@ -243,8 +241,6 @@ def report(board: Board, options: Namespace) -> list[Figures]:
 def facts(board: Board, options: Namespace) -> list[str]:
     """What was run, for report.md."""
     seeds = ", ".join(map(str, options.seeds))
-    flags = shlex.join(defaults(options, options.flags)) or "nothing"
-    corpus = ", the built-in corpus and its tokenizer" if takes_corpus(options) else ""
     lines = [
         f"# Convergence: {options.name}",
         "",
@@ -254,7 +250,6 @@ def facts(board: Board, options: Namespace) -> list[str]:
         "",
         f"    {options.again}",
         "",
-        f"- of this script: `{flags}`{corpus}",
     ]
     for label, words in options.variants.items():
         lines.append(f"- **{label}**: `{shlex.join(words)}`")

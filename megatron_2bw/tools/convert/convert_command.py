@@ -3,12 +3,10 @@ before torch is imported; `work.py` converts."""
 
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron_2bw.base.errors import Parser, usage_error
-from megatron_2bw.base.files import read_yaml
 from megatron_2bw.mcore.checkpoints.folder import TRACKER
-from megatron_2bw.tools.command_line import add_flags
+from megatron_2bw.tools.command_line import add_flags, table_of
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -34,7 +32,7 @@ def _parser(prog: str) -> ArgumentParser:
     parser = Parser(prog, description=description, allow_abbrev=False)
     parser.set_defaults(like=None)
     directions = parser.add_subparsers(dest="direction", required=True)
-    for name, content in read_yaml(Path(__file__).with_suffix(".yaml")).items():
+    for name, content in table_of(__file__).items():
         group = directions.add_parser(name, help=content["help"], allow_abbrev=False)
         add_flags(group, content["flags"])
     return parser

@@ -7,7 +7,6 @@ transformers and the servers that read its format.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron_2bw.base.errors import UserError, file_errors, usage_error
@@ -16,8 +15,7 @@ from megatron_2bw.tools.command_line import parser_of
 
 def main(argv: Sequence[str], prog: str) -> int:
     """Print the prompt and what the model continues it with."""
-    flags = Path(__file__).with_suffix(".yaml")
-    options = parser_of(prog, flags).parse_args(argv)
+    options = parser_of(prog, __file__).parse_args(argv)
     if not options.source.is_dir():
         usage_error(prog, f"{options.source}: there is no such folder")
     import torch

@@ -63,7 +63,7 @@ def input_files(name: str, prefix: Path) -> list[str]:
 def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
     """The exit status: 0, 2 for wrong input, 1 for interrupted work, 128 + n for signal
     n."""
-    cli = parser_of(prog, Path(__file__).with_suffix(".yaml"))
+    cli = parser_of(prog, __file__)
     options = cli.parse_args(argv)
     exit_on_signals()
     # says that there is no GPU

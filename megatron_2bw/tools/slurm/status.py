@@ -21,9 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# job.sh may name another clone than the installed one
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-
 from megatron_2bw.base import run_log
 from megatron_2bw.base.errors import Parser, report, run_program
 from megatron_2bw.base.files import write_json
