@@ -241,14 +241,14 @@ WRONG = r"""
 {"prompt": "a </s>", "completion": "b"} # a text spells out the special token </s>
 {"prompt": "a", "completion": "b", "system": "S"} # system has no effect on this form
 {"instruction": "a", "output": "b", "history": ["q"]} # not two strings
-{"conversations": [{"from": "bot", "value": "a"}]} # conversations[0].from is bot: give human, gpt,
-{"messages": [{"content": "a"}]} # messages[0] has no role: give role and content, or from and value
+{"conversations": [{"from": "bot", "value": "a"}]} # conversations[0]: from is bot: give human, gpt,
+{"messages": [{"content": "a"}]} # messages[0]: it has no role: give role and content, or from and value
 {"messages": [{"role": "user", "content": "a"}]} # no text of the assistant
-{"messages": [{"role": "assistant", "content": "b", "weight": 0.5}]} # messages[0].weight is 0.5: give 0
-{"messages": [{"role": "assistant"}]} # messages[0] has NoneType as its content
-{"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]} # messages[0]: a call of a function must
+{"messages": [{"role": "assistant", "content": "b", "weight": 0.5}]} # messages[0]: weight is 0.5: give 0
+{"messages": [{"role": "assistant"}]} # messages[0]: it has NoneType as its content
+{"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]} # messages[0]: KeyError('arguments')
 {"messages": [ANSWER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}]} # the call of f
-{"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]} # messages[0].content has a part
+{"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]} # messages[0]: KeyError('text')
 {"messages": [ANSWER], "tools": [{"name": "f"}]} # the chat template does not show tools
 {"messages": [{"role": "system", "content": "a"}, ANSWER], "system": "S"} # different system prompts
 """

@@ -290,10 +290,10 @@ def work(options: Namespace) -> int:
         return 0
 
 
-def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
+def main(argv: Sequence[str], prog: str = PROG) -> int:
     """The exit code: 0, 1 if a run failed or a gap is too large, 2 for a wrong option,
     130 if interrupted."""
-    options = parse(sys.argv[1:] if argv is None else argv, prog)
+    options = parse(argv, prog)
     return run_program(
         PROG, lambda: work(options), "the same command continues from here"
     )

@@ -60,7 +60,7 @@ def input_files(name: str, prefix: Path) -> list[str]:
     return files
 
 
-def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
+def main(argv: Sequence[str], prog: str = PROG) -> int:
     """The exit status: 0, 2 for wrong input, 1 for interrupted work, 128 + n for signal
     n."""
     cli = parser_of(prog, __file__)
