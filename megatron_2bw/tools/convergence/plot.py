@@ -60,7 +60,7 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
     window = max(1.0, iterations / 30)
     end = min((run["training"][-1][0] for run in good), default=iterations)
     at = numpy.linspace(window, end, PLACES)
-    curves: dict[tuple[str, str], dict[int, Curve]] = collections.defaultdict(dict)
+    curves = collections.defaultdict(dict)  # of (lr, variant), by seed
     for run in good:
         training = smooth(run["training"], at, window)
         curve = Curve(training, dict(run["validation"]))

@@ -40,8 +40,8 @@ def parse_log(text: str) -> Result:
     the attempt before. A line without a loss gives nan. Where all steps since the line
     before were skipped, the loss stays what it was, as the weights do.
     """
-    training: Points = []
-    validation: dict[int, float] = {}
+    training = []
+    validation = {}
     for attempt in text.split(STARTED):
         lines = list(run_log.training(attempt))
         if lines:

@@ -180,7 +180,7 @@ def train(board: Board, options: Namespace) -> None:
     """Run what is missing, `options.jobs` at a time, and write the report after each.
     Failures are on the board."""
     waiting = [run for run in board.runs if run not in board.results]
-    jobs: list[Job] = []
+    jobs = []
     try:
         while waiting or jobs:
             # The next starts when the others train: runs with the same seed write the

@@ -38,7 +38,7 @@ MARGIN = 10
 FIRST = 4  # iterations that are not timed
 ROUNDING = 1e-4  # of a GPU against the CPU, relative to a tensor's largest element
 # Bytes per parameter (docs/design.md), and the plan's choice.
-DESIGN: dict[str, tuple[int, dict]] = {
+DESIGN = {
     "2bw": (24, {}),
     "2bw, one gradient slot": (20, {"gradient_slots": 1}),
     "2bw, host": (8, {"host": True}),
@@ -110,9 +110,9 @@ def train(
     from megatron.training import get_args, training
 
     observed = Observed()
-    losses: list[torch.Tensor] = []
-    params: list[torch.Tensor] = []
-    ends: list[float] = []
+    losses = []
+    params = []
+    ends = []  # of the iterations
     show = training.print_datetime
     prepare()
 

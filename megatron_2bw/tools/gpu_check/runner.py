@@ -60,7 +60,7 @@ def run(rows: Sequence[Row], device: str, path: Path) -> int:
     check = Check("cuda" if gpus else "cpu")
     os.environ["MEGATRON_2BW_WORLD_DEVICE"] = check.device
     about = machine(check, gpus)
-    results: dict[str, Result] = {}
+    results = {}
     for name, value in about.items():
         say(f"{name}: {value}")
     for row in rows:

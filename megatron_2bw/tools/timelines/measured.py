@@ -11,7 +11,7 @@ import statistics
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from megatron_2bw.schedules import REDUCE, STEP, B, F, PipeDreamFlush, Schedule, TwoBW
+from megatron_2bw.schedules import REDUCE, STEP, B, F, PipeDreamFlush, TwoBW
 from megatron_2bw.tools.timelines.simulator import (
     Events,
     Times,
@@ -68,7 +68,7 @@ def timelines(batches: Batches) -> dict[str, Any]:
     stages = batches.stages
     lists = by_stage(events, stages)
     # for the rule of its step only
-    schedule: Schedule = TwoBW() if has_late_step(lists) else PipeDreamFlush()
+    schedule = TwoBW() if has_late_step(lists) else PipeDreamFlush()
     times = medians(lists, schedule.late_step)
     simulated = simulate_lists(schedule, actions_of(lists), times, partial=True)
     begin = _reduction_start(simulated, batches.first - 1)

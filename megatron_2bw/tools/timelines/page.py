@@ -52,7 +52,7 @@ def script_json(content: Any) -> str:
 
 def _modules(first: str, read: Callable[[str], str]) -> str:
     """The module `first` and all that it imports, and a script that starts it."""
-    urls: dict[str, str] = {}
+    urls = {}
     missing = [first]
     while missing:
         name = missing.pop()

@@ -85,7 +85,7 @@ def simulate(schedule: Schedule, shape: Shape, times: Times = Times()) -> Events
 
 def _lists(schedule: Schedule, shape: Shape) -> Lists:
     """The actions of each stage in all iterations of `shape`."""
-    lists: Lists = [[] for _ in range(shape.stages)]
+    lists = [[] for _ in range(shape.stages)]
     for stage, actions in enumerate(lists):
         for iteration in range(shape.first, shape.end):
             actions += schedule.actions(shape, stage, iteration)
@@ -106,7 +106,7 @@ def simulate_lists(
 
 def by_stage(events: Events, stages: int) -> list[Events]:
     """Each stage's events, in their order."""
-    rows: list[Events] = [[] for _ in range(stages)]
+    rows = [[] for _ in range(stages)]
     for event in events:
         rows[event.stage].append(event)
     return rows
@@ -176,13 +176,13 @@ class _Run:
         self.stages = len(self.lists)
         self.computations = self.times.computations(self.stages)
         self.joint_step = self.schedule.global_step or self.times.joint_step
-        self.arrived: dict[Message, float] = {}
+        self.arrived = {}  # message -> when
         # batch -> when each stage had its gradients
-        self.reduced: dict[int, list[float]] = collections.defaultdict(list)
+        self.reduced = collections.defaultdict(list)
         # missing input -> the stages that wait for it
-        self.waiting: dict[object, list[int]] = collections.defaultdict(list)
+        self.waiting = collections.defaultdict(list)
         self.runnable = list(range(self.stages))
-        self.events: Events = []
+        self.events = []
 
     def play(self, partial: bool = False) -> Events:
         stages = [self._stage(stage) for stage in self.runnable]

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from megatron_2bw.schedules import REDUCE, STEP, B, F, Schedule
 from megatron_2bw.tools.timelines.simulator import (
     Events,
-    Message,
     Times,
     actions_of,
     by_stage,
@@ -98,7 +97,7 @@ class Waits:
         self.lists = by_stage(events, stages)
         self._small = small * makespan(events)
         self._prepared = prepared(actions_of(self.lists), schedule.chunks)
-        self._sender: dict[Message, Place] = {}
+        self._sender = {}  # of each message, its place
         # batch -> end, stage and index of each reduction
         self._reduced = collections.defaultdict(list)
         reduce = times.of("reduce", stages)
