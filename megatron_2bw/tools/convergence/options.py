@@ -119,7 +119,8 @@ def parse(argv: Sequence[str], prog: str = PROG) -> Namespace:
     options.sequence = sizes.seq_length
     options.flags = flags
     options.again = shlex.join(["megatron-2bw", "convergence", *argv])
-    options.out = (options.out or Path("out") / "convergence" / options.name).absolute()
+    out = options.out or Path("out/convergence", options.name)
+    options.out = out.absolute()
     flag = first_flag(flags, OWN)
     if flag:
         parser.error(

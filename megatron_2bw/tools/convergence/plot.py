@@ -57,9 +57,10 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
     rates = content["learning_rates"]
     trained = [run for run in content["runs"] if "training" in run]
     good = [run for run in trained if not run["diverged"]]
+    gone = [run["lr"] for run in trained if run["diverged"]]
     window = max(1.0, iterations / 30)
-    end = min((run["training"][-1][0] for run in good), default=iterations)
-    at = numpy.linspace(window, end, PLACES)
+    ends = [run["training"][-1][0] for run in good]
+    at = numpy.linspace(window, min(ends, default=iterations), PLACES)
     curves = collections.defaultdict(dict)  # of (lr, variant), by seed
     for run in good:
         training = smooth(run["training"], at, window)
@@ -78,9 +79,11 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
                 seeds = own.keys() & vanilla.keys()
                 gaps = [own[seed].above(vanilla[seed]) for seed in seeds]
                 _draw_means(lower, at, gaps, colour)
-        diverged = [run["lr"] for run in trained if run["diverged"]].count(lr)
-        note = f", {diverged} runs diverged" if diverged else ""
-        upper.set_title(f"learning rate {lr}{note}", fontsize=11)
+        title = f"learning rate {lr}"
+        diverged = gone.count(lr)
+        if diverged:
+            title += f", {diverged} runs diverged"
+        upper.set_title(title, fontsize=11)
         _gap_axis(lower)
         lower.set(xlabel="iteration", xlim=(0, iterations))
         for axes in (upper, lower):
@@ -128,10 +131,12 @@ def smooth(points: Points, at: numpy.ndarray, window: float) -> numpy.ndarray:
     """The mean training loss of the `window` iterations before each of `at`."""
     ends, losses = numpy.array(points, dtype=float).T
     ends = numpy.concatenate([[0.0], ends])
-    total = numpy.concatenate([[0.0], numpy.cumsum(numpy.diff(ends) * losses)])
+    parts = numpy.diff(ends) * losses
+    total = numpy.concatenate([[0.0], numpy.cumsum(parts)])
     before = numpy.interp(at - window, ends, total)
     return (numpy.interp(at, ends, total) - before) / window
 
 
 if __name__ == "__main__":
-    draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+    source, target = map(Path, sys.argv[1:])
+    draw(json.loads(source.read_text()), target)

@@ -72,8 +72,8 @@ def portable(words: Sequence[str]) -> list[str]:
     at = list(words).index("--nproc-per-node") + 2  # the entry script
     command = ["python", *words[1:at], Path(words[at]).name]
     for word in words[at + 1 :]:
-        word = word.replace(f"{ROOT}/", "").replace(str(Path.home()), "~")
-        command.append(word)
+        word = word.replace(f"{ROOT}/", "")
+        command.append(word.replace(str(Path.home()), "~"))
     return command
 
 
@@ -131,7 +131,8 @@ class Board:
     failures: dict[Run, str] = field(default_factory=dict)
 
     def say(self, run: Run, text: str) -> None:
-        say(f"[{self.runs.index(run) + 1}/{len(self.runs)}] {run.title}: {text}")
+        number = self.runs.index(run) + 1
+        say(f"[{number}/{len(self.runs)}] {run.title}: {text}")
 
     def progress(self, job: Job) -> None:
         """[3/30] 2bw lr 3e-3 seed 1235: iteration 250/1500, loss 4.512, 130 s"""

@@ -69,7 +69,8 @@ def generate(
     text = list(prompt)
     with torch.inference_mode():
         for _ in range(options.tokens):
-            last = logits(torch.tensor([text[-limit:]], device=device))[0, -1].float()
+            tokens = torch.tensor([text[-limit:]], device=device)
+            last = logits(tokens)[0, -1].float()
             if options.temperature == 0:
                 token = int(last.argmax())
             else:

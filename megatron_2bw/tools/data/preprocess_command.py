@@ -53,7 +53,8 @@ def input_files(name: str, prefix: Path) -> list[str]:
         raise UserError(
             f"--output-prefix {prefix}: lies in --input {name}, and would be read as text"
         )
-    below = map(Path, glob.glob(f"{glob.escape(str(path))}/**", recursive=True))
+    pattern = f"{glob.escape(str(path))}/**"
+    below = map(Path, glob.glob(pattern, recursive=True))
     files = [str(file) for file in sorted(below) if file.is_file()]
     if not files:
         raise UserError(f"--input {name}: no such file, or no files in it")

@@ -38,7 +38,7 @@ def run_simulate(words: list[str], prog: str) -> int:
     print(render(events, stages, columns=options.columns))
     seconds = iteration_time(schedule, stages, microbatches, times)
     share = busy(schedule, stages, microbatches, times)
-    print(f"stages busy {share:.1%}")
+    print(f"stages busy {share:.1%} in the steady state")
     print(f"an iteration takes {seconds:g}")
     if options.out is not None:
         with file_errors(f"--out {options.out}"):

@@ -50,7 +50,8 @@ def last_batches(events: Events, batches: int) -> Batches | None:
         reductions.append(starts)
     last = min(map(max, reductions))
     first = max(last - batches + 1, min(map(min, reductions)))
-    begin = reductions[0].get(first - 1, min(event.start for event in events))
+    start = min(event.start for event in events)
+    begin = reductions[0].get(first - 1, start)
     backwards = sum(event.action.kind == B and event.stage == 0 for event in events)
     return Batches(
         events,
@@ -96,7 +97,8 @@ def timelines(batches: Batches) -> dict[str, Any]:
 def _reduction_start(events: Events, batch: int) -> float:
     """When stage 0 starts the reduction of `batch`; 0 before the first batch."""
     for event in events:
-        if (event.stage, *event.action[:2]) == (0, REDUCE, batch):
+        action = event.action
+        if event.stage == 0 and action.kind == REDUCE and action.batch == batch:
             return event.start
     return 0.0
 

@@ -52,8 +52,10 @@ def draw_shapes(
     if until is None:
         until = max(map(makespan, timelines))
         if versions:
-            until = min(34 * min(times.of("forward", panels[0][1].stages)), until)
-    figure, axes = _rows([shape.stages for _, shape in panels], 1.5 if versions else 1)
+            forward = times.of("forward", panels[0][1].stages)
+            until = min(34 * min(forward), until)
+    stages = [shape.stages for _, shape in panels]
+    figure, axes = _rows(stages, 1.5 if versions else 1)
     chunked = False
     for axis, events, (schedule, shape) in zip(axes, timelines, panels):
         chunked |= schedule.chunks > 1
@@ -66,7 +68,7 @@ def draw_shapes(
             steps=not schedule.late_step,
         )
         share = busy(schedule, shape.stages, shape.microbatches, times)
-        title = f"{schedule.name}: {schedule.summary} — stages busy {share:.1%}"
+        title = f"{schedule.name}: {schedule.summary} — stages busy {share:.1%} in the steady state"
         axis.set_title(title, loc="left", fontsize=8)
     axes[-1].set_xlabel(
         f"time (forward {_range(times.forward)}, backward {_range(times.backward)}); "
@@ -81,7 +83,8 @@ def _rows(stages: Sequence[int], tall: float = 1.0) -> tuple[Any, Any]:
     # so that the picture fits a screen
     heights = [tall * min(ROW_HEIGHT, MAX_HEIGHT / count) * count for count in stages]
     figure = new_figure(WIDTH, 0.5 + sum(heights) + 0.4 * len(stages))
-    return figure, figure.subplots(len(stages), 1, sharex=True, squeeze=False)[:, 0]
+    axes = figure.subplots(len(stages), 1, sharex=True, squeeze=False)
+    return figure, axes[:, 0]
 
 
 def _range(time: PerStage) -> str:
@@ -150,8 +153,10 @@ def draw_rows(
             if begin <= bar.start and bar.end <= end * (1 + 1e-9):
                 _number(axis, bar, row, points * bar.duration, chunks, versions)
     names = [f"stage {stage}" for stage in reversed(range(shape.stages))]
-    axis.set_yticks(range(shape.stages), names, fontsize=8 if shape.stages <= 32 else 5)
-    axis.set(facecolor=IDLE, xlim=(begin, end), ylim=(-0.52, shape.stages - 0.48))
+    size = 8 if shape.stages <= 32 else 5
+    axis.set_yticks(range(shape.stages), names, fontsize=size)
+    axis.set(facecolor=IDLE, xlim=(begin, end))
+    axis.set_ylim(-0.52, shape.stages - 0.48)
     axis.spines[["top", "right"]].set_visible(False)
 
 
@@ -164,7 +169,8 @@ def _shade(event: Event, shape: Shape, chunks: int) -> tuple[str, float]:
     """A colour by batch and kind; later chunks are drawn lighter."""
     colours = FORWARD if event.action.kind == F else BACKWARD
     batch = shape.batch(event.action.microbatch)
-    return colours[batch % len(colours)], 1 - event.action.chunk / chunks / 2
+    opacity = 1 - event.action.chunk / chunks / 2
+    return colours[batch % len(colours)], opacity
 
 
 def _number(

@@ -151,7 +151,9 @@ def _prepared(action: Action, stage: int, stages: int, chunks: int) -> Prepared:
     if kind not in (F, B):
         return Prepared(action)
     part = action.chunk * stages + stage
-    before, after = (part - 1, part + 1) if kind == F else (part + 1, part - 1)
+    ahead = 1 if kind == F else -1
+    before = part - ahead
+    after = part + ahead
     parts = range(chunks * stages)
     needs = (kind, part, action.number) if before in parts else None
     gives = (kind, after, action.number) if after in parts else None
@@ -276,7 +278,8 @@ def iteration_time(
     skipped = 2 + 8 // stages
     shape = Shape(stages, microbatches, 0, skipped + count + 3)
     # its work bounds every iteration, also while messages still queue elsewhere
-    work = list(map(sum, zip(*times.computations(stages).values())))
+    computations = times.computations(stages).values()
+    work = list(map(sum, zip(*computations)))
     busiest = work.index(max(work))
     ends = []
     for event in _updates(schedule, shape, times):

@@ -124,7 +124,9 @@ class Waits:
     def _queued(self, place: Place) -> float:
         """How long the action's message waited for its link."""
         event = self.lists[place[0]][place[1]]
-        queued = event.sent - event.end if event.action.kind in (F, B) else 0.0
+        if event.action.kind not in (F, B):
+            return 0.0
+        queued = event.sent - event.end
         return queued if queued > self._small else 0.0
 
     def _cause(self, stage: int, at: int) -> Place | None:
@@ -148,7 +150,10 @@ class Waits:
         for stage, waits in enumerate(self.by_stage):
             for wait in waits:
                 causes[stage, wait.place] = (wait.stage, wait.at)
-        ends = [(own[-1].end, stage) for stage, own in enumerate(self.lists) if own]
+        ends = []
+        for stage, own in enumerate(self.lists):
+            if own:
+                ends.append((own[-1].end, stage))
         _, stage = max(ends)
         place = (stage, len(self.lists[stage]) - 1)
         path = [place]
@@ -175,7 +180,8 @@ class Waits:
         timeline begins later."""
         stage, at = place
         own = self._prepared[stage]
+        kind = own[at].action.kind
         for before in reversed(range(at)):
-            if own[before].gives and own[before].action.kind == own[at].action.kind:
+            if own[before].gives and own[before].action.kind == kind:
                 return stage, before
         return None
