@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from megatron_2bw.base.errors import UserError
+from megatron_2bw.base.files import read_yaml
 from megatron_2bw.mcore import cpu
 from megatron_2bw.run.flags import indexed_dataset
 from tests.distributed.training import command
@@ -37,19 +38,10 @@ CALLS += CHATML.replace("<|im_end|>", CALL + "<|im_end|>")
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 
 
-def message(role: str, content: str) -> dict:
-    return {"role": role, "content": content}
-
-
-CHAT = [message("user", "1+1?"), message("assistant", "2 é")]
-SHAREGPT = [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2 é"}]
-LONGEST = [
-    message("system", "Sum."),
-    *CHAT,
-    message("user", "So"),
-    message("assistant", "  OK"),
-    message("user", "."),
-]
+BY_HAND = read_yaml(Path(__file__).with_name("sft.yaml"))
+CHAT = BY_HAND["chat"]
+LONGEST = BY_HAND["longest"]
+PROMPTS = BY_HAND["prompts"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -138,7 +130,7 @@ def test_the_assistants_text_is_the_target(shown, tmp_path):
     lines = [
         {"messages": CHAT, "id": 3},
         {"messages": LONGEST},
-        {"conversations": SHAREGPT},
+        {"conversations": BY_HAND["sharegpt"]},
     ]
     assert shown(CHATML, *lines) == [first, whole, first]
     assert indexed_dataset.has_prompts(str(tmp_path / "last-out"))
@@ -290,9 +282,6 @@ def test_rows_are_as_lines(tmp_path, capsys, prepare):
 # --- samples
 # --------------------------------------------------------------------------------------
 
-# ids 5 6 [7 8], 1 [4] 8 [5], 2 3 4 5 6 7 [9]
-PROMPTS = [[-6, -7, 7, 8], [-2, 4, -9, 5], [-3, -4, -5, -6, -7, -8, 9]]
-
 
 def stored(prefix: Path, conversations: list[list[int]]) -> Path:
     """The files of --task sft."""
@@ -334,32 +323,24 @@ def fields(sample) -> list[list[int]]:
     return [sample[name].tolist() for name in ("tokens", "labels", "loss_mask")]
 
 
-BY_HAND = [  # of 5 tokens, with the next token as the label
-    [[1, 4, 8, 5, 0], [4, 8, 5, 0, 0], [1, 0, 1, 0, 0]],
-    [[2, 3, 4, 5, 6], [3, 4, 5, 6, 7], [0, 0, 0, 0, 0]],  # cut: its target is lost
-    [[5, 6, 7, 8, 0], [6, 7, 8, 0, 0], [0, 1, 1, 0, 0]],
-]
-
-
 def test_a_sample_is_a_conversation(samples, capsys):
     data = samples()
     assert len(data) == len(samples(count=0)) == 3
-    assert sorted(map(fields, all_of(data))) == BY_HAND
+    assert sorted(map(fields, all_of(data))) == BY_HAND["samples of 5 tokens"]
     sample = data[0]
     assert sample["position_ids"].tolist() == [0, 1, 2, 3, 4]
     assert torch.equal(sample["attention_mask"], torch.ones(5, 5).tril()[None] < 0.5)
     line = "cuts 1 of 3 conversations for train of data; 1 have no target left"
     assert line in capsys.readouterr().out
     whole = samples(6, mask=False)
-    longest = [[2, 3, 4, 5, 6, 7], [3, 4, 5, 6, 7, 9], [0, 0, 0, 0, 0, 1]]
-    assert longest in map(fields, all_of(whole))
+    assert BY_HAND["longest of 6 tokens"] in map(fields, all_of(whole))
     assert "attention_mask" not in whole[0]
     assert not whole[None]["loss_mask"].any()
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_length_that_leaves_no_target(samples, packed):
-    late = [[-6, -7, 7], [-2, -9, 5], [-3, -4, 9]]
+    late = BY_HAND["only late targets"]
     with pytest.raises(UserError, match="cuts 3 of 3 .* 3 have no target left: give "):
         samples(1, prompts=late, packed=packed)
 
@@ -371,7 +352,7 @@ def order_of(data) -> list[tuple[int, ...]]:
 def test_each_epoch_has_each_conversation_once_in_an_order_of_its_own(samples):
     order = order_of(samples(count=3 * 40))
     epochs = set(itertools.batched(order, 3))
-    expected = [tuple(tokens) for tokens, _, _ in BY_HAND]
+    expected = [tuple(tokens) for tokens, _, _ in BY_HAND["samples of 5 tokens"]]
     assert epochs == set(itertools.permutations(expected))
     fewer = samples(count=7)  # a sample depends on its number alone
     assert tuple(fewer[110]["tokens"].tolist()) == order[110]
@@ -394,12 +375,8 @@ def test_packed_conversations_are_whole_and_by_themselves(samples):
                 assert not sample["loss_mask"][place - 1]
         if sample["tokens"][3:5].tolist() == [8, 1]:
             both.append(fields(sample))
-    assert sizes == {(0, 1, 2, 3, 0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6, 0)}
-    assert min(both) == [
-        [5, 6, 7, 8, 1, 4, 8, 5],
-        [6, 7, 8, 1, 4, 8, 5, 0],
-        [0, 1, 1, 0, 1, 0, 1, 0],
-    ]
+    assert sizes == set(map(tuple, BY_HAND["packed positions"]))
+    assert min(both) == BY_HAND["packed"]
 
 
 # --- flags

@@ -29,10 +29,10 @@ LINES = {
     "WHOLE": HALF + HALF.replace(" 5/", "10/"),
     "LEFT": HALF + "[exiting program after receiving SIGTERM.] datetime: 2026-01-01\n",
 }
-ENDS = read_yaml(Path(__file__).with_name("slurm_ends.yaml"))
+CASES = read_yaml(Path(__file__).with_name("slurm_ends.yaml"))
 
 
-@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("end", CASES["ends"].values(), ids=CASES["ends"])
 def test_how_a_start_has_ended(end):
     facts = {"exit_status": 0} | end
     word, _, again = facts.pop("word").partition(", ")
@@ -310,44 +310,24 @@ def test_two_jobs_do_not_save_to_one_folder(tmp_path):
     assert (tmp_path / "asked").read_text() == "x\n" * 3
 
 
-@pytest.mark.parametrize(
-    "job, words, requeued",
-    [
-        ("JobState=RUNNING Reason=None Restarts=0", ["pending"], True),
-        (
-            "JobState=COMPLETING Reason=TimeLimit Restarts=0",
-            ["timeout", "pending"],
-            True,
-        ),
-        ("JobState=COMPLETING Reason=None Restarts=0", ["failed", "failed"], False),
-        ("JobState=COMPLETING Reason=None Restarts=1", ["pending", "pending"], False),
-        ("", ["pending"], True),
-    ],
-    ids=[
-        "the notice of the time limit",
-        "the limit itself",
-        "scancel",
-        "preempted at once",
-        "Slurm does not answer",
-    ],
-)
-def test_a_signal_to_the_batch_shell(job, words, requeued, tmp_path):
+SAVE = """mkdir -p checkpoints/gpt-355m
+echo 5 > checkpoints/gpt-355m/latest_checkpointed_iteration.txt
+kill -USR1 $PPID
+sleep 1"""
+
+
+@pytest.mark.parametrize("case", CASES["signals"].values(), ids=CASES["signals"])
+def test_a_signal_to_the_batch_shell(case, tmp_path):
     """The file is right at once, if the kill comes next."""
-    save_it = (
-        "mkdir -p checkpoints/gpt-355m; echo 5 > "
-        "checkpoints/gpt-355m/latest_checkpointed_iteration.txt"
-    )
-    stubs = dict(
-        srun=f"{save_it}; kill -USR1 $PPID; sleep 1",
-        scancel='echo "scancel $*" >> called',
-    )
-    done = batch(tmp_path, "--exit-signal", "SIGUSR1", job=job, **stubs)
-    history = [entry["status"] for entry in content(tmp_path)["history"]]
-    assert history == ["running", *words], done.stderr
+    stubs = dict(srun=SAVE, scancel='echo "scancel $*" >> called', job=case["job"])
+    done = batch(tmp_path, "--exit-signal", "SIGUSR1", **stubs)
+    words = [entry["status"] for entry in content(tmp_path)["history"]]
+    assert words == ["running", *case["words"]], done.stderr
     called = (tmp_path / "called").read_text()
-    assert ("scontrol requeue 7" in called) == requeued
-    assert ("scancel --signal=SIGUSR1 7" in called) == (words == ["pending"])
-    assert done.returncode == (0 if requeued else 1)
+    assert ("scontrol requeue 7" in called) == case["requeued"]
+    sent = case["words"] == ["pending"]
+    assert ("scancel --signal=SIGUSR1 7" in called) == sent
+    assert done.returncode == (0 if case["requeued"] else 1)
 
 
 def test_outside_the_clone_it_finds_the_installed_package_or_says_where_to_submit(
