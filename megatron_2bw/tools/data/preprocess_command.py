@@ -78,6 +78,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
                 prefix = check(options)
                 import datasets
 
+                from megatron_2bw.tools.data.corpus import Corpus
                 from megatron_2bw.tools.data.preprocess import run
 
                 if not sys.stderr.isatty():
@@ -85,8 +86,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
                 tokenizer = run(options, prefix)
         except UserError as error:
             cli.error(str(error))
-        flags = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model".split()
-        flags = ["--data-path", str(prefix), *flags, tokenizer]
+        flags = Corpus(prefix, tokenizer).flags()
         if options.task == "sft":
             flags.append("--sft-data")
         print(shlex.join(flags))

@@ -137,7 +137,8 @@ def train(
     observed.parameters = sum(param.numel() for param in params)
     observed.peak_bytes = torch.cuda.max_memory_allocated()
     observed.losses = list(map(float, losses))
-    observed.seconds = (ends[-1] - ends[FIRST - 1]) / (len(ends) - FIRST)
+    seconds = ends[-1] - ends[FIRST - 1]
+    observed.seconds = seconds / (len(ends) - FIRST)
     if observed.parameters < 10**7:
         observed.weights = [param.detach().cpu() for param in params]
     return observed
@@ -258,8 +259,10 @@ def against_cpu(check: Check) -> Figures:
     """SGD: Adam makes a step of the learning rate of a gradient that is only
     rounding."""
     ranks, argv = tiny(1, 1, "--optimizer sgd --lr 0.1", *PLAIN_TORCH)
-    on_cpu = check.train(ranks, merged(argv, ["--device", "cpu"]), drawn_on_the_host)
-    return compared(check.train(ranks, argv, drawn_on_the_host), on_cpu, ROUNDING)
+    on_the_cpu = merged(argv, ["--device", "cpu"])
+    expected = check.train(ranks, on_the_cpu, drawn_on_the_host)
+    found = check.train(ranks, argv, drawn_on_the_host)
+    return compared(found, expected, ROUNDING)
 
 
 def same_bits(
@@ -306,7 +309,8 @@ def large(check: Check, schedule: str, *more: str) -> Observed:
     text = f"""--device auto --bf16 --pipeline-schedule {schedule} --micro-batch-size {samples} --log-interval 1000
         --global-batch-size {8 * samples} --vocab-size {vocabulary} --train-iters {iterations}
         --make-vocab-size-divisible-by 128"""
-    return check.train(1, gpt_flags(*shape, text, *PLAIN_TORCH, *more))[0]
+    argv = gpt_flags(*shape, text, *PLAIN_TORCH, *more)
+    return check.train(1, argv)[0]
 
 
 def overhead(check: Check) -> Figures:

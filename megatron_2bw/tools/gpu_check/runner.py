@@ -109,7 +109,8 @@ def reason(error: Exception) -> str:
 def machine(check: Check, gpus: int) -> dict[str, str]:
     """What `megatron-2bw doctor` prints; fills in the memory of `check`."""
     if gpus:
-        check.gib = round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
+        properties = torch.cuda.get_device_properties(0)
+        check.gib = round(properties.total_memory / 2**30, 1)
         device = f"{gpus} GPUs"
     else:
         device = "the CPU: figures of time and memory mean nothing"

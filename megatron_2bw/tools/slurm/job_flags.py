@@ -86,7 +86,7 @@ def _named(name: str, kind: str) -> Model:
     """UserError for a name that is none of this kind."""
     if name in PRESETS and PRESETS[name].kind == kind:
         return PRESETS[name]
-    names = ", ".join(model.name for model in PRESETS.values() if model.kind == kind)
+    names = ", ".join(each for each in PRESETS if PRESETS[each].kind == kind)
     raise UserError(
         f"MODEL={name}: give MODEL or PLAN=plan.json; MODEL is one of {names}"
     )

@@ -97,7 +97,12 @@ def main(
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
     options = parser.parse_args(words)
-    return run_program(parser.prog, lambda: print(*merge(options.folder), sep="\n"))
+
+    def work() -> None:
+        for path in merge(options.folder):
+            print(path)
+
+    return run_program(prog, work)
 
 
 if __name__ == "__main__":
