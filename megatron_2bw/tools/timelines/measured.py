@@ -17,6 +17,7 @@ from megatron_2bw.tools.timelines.simulator import (
     Times,
     actions_of,
     by_stage,
+    of_kind,
     scaled,
     simulate_lists,
 )
@@ -42,9 +43,10 @@ def last_batches(events: Events, batches: int) -> Batches | None:
     """The last `batches` batches, at most, that all stages of a pipeline have reduced;
     None if there is none."""
     stages = 1 + max(event.stage for event in events)
+    lists = by_stage(events, stages)
     reductions = []  # of each stage: batch -> start
-    for own in by_stage(events, stages):
-        starts = {e.action.batch: e.start for e in own if e.action.kind == REDUCE}
+    for own in lists:
+        starts = {e.action.batch: e.start for e in of_kind(own, REDUCE)}
         if not starts:  # the stage's file ends before its first reduction
             return None
         reductions.append(starts)
@@ -52,7 +54,7 @@ def last_batches(events: Events, batches: int) -> Batches | None:
     first = max(last - batches + 1, min(map(min, reductions)))
     start = min(event.start for event in events)
     begin = reductions[0].get(first - 1, start)
-    backwards = sum(event.action.kind == B and event.stage == 0 for event in events)
+    backwards = len(of_kind(lists[0], B))
     return Batches(
         events,
         stages,
@@ -96,9 +98,8 @@ def timelines(batches: Batches) -> dict[str, Any]:
 
 def _reduction_start(events: Events, batch: int) -> float:
     """When stage 0 starts the reduction of `batch`; 0 before the first batch."""
-    for event in events:
-        action = event.action
-        if event.stage == 0 and action.kind == REDUCE and action.batch == batch:
+    for event in of_kind(events, REDUCE):
+        if event.stage == 0 and event.action.batch == batch:
             return event.start
     return 0.0
 
@@ -139,16 +140,16 @@ def _medians(lists: Lists, kind: str) -> list[float]:
     """Each stage's median time of the actions of this kind."""
     times = []
     for own in lists:
-        durations = [e.duration for e in own if e.action.kind == kind]
+        durations = [event.duration for event in of_kind(own, kind)]
         times.append(statistics.median(durations or [0.0]))
     return times
 
 
 def _least_delay(kind: str, sender: Events, receiver: Events) -> float:
     """The least time from the end of an action to the start of the receiver's."""
-    starts = {e.action.number: e.start for e in receiver if e.action.kind == kind}
+    starts = {e.action.number: e.start for e in of_kind(receiver, kind)}
     delays = []
-    for event in sender:
-        if event.action.kind == kind and event.action.number in starts:
+    for event in of_kind(sender, kind):
+        if event.action.number in starts:
             delays.append(starts[event.action.number] - event.end)
     return min(delays, default=0.0)

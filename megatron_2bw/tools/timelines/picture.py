@@ -18,6 +18,7 @@ from megatron_2bw.tools.timelines.simulator import (
     busy,
     by_stage,
     makespan,
+    of_kind,
     simulate,
 )
 from megatron_2bw.tools.timelines.text import label
@@ -129,14 +130,9 @@ def draw_rows(
     chunks = 1 + max((event.action.chunk for event in shown), default=0)
     points = (WIDTH - 0.8) * 72 / (end - begin)
     for row, own in enumerate(reversed(by_stage(shown, shape.stages))):
-        updates = []
-        bars = []
-        for event in own:
-            kind = event.action.kind
-            if kind in (F, B):
-                bars.append(event)
-            elif event.duration > 0 and (kind == REDUCE or steps):
-                updates.append(event)
+        bars = of_kind(own, F, B)
+        kinds = (REDUCE, STEP) if steps else (REDUCE,)
+        updates = [event for event in of_kind(own, *kinds) if event.duration > 0]
         axis.broken_barh(_spans(updates), (row - 0.2, 0.4), facecolors=UPDATE)
         axis.broken_barh(
             _spans(bars),
@@ -145,8 +141,8 @@ def draw_rows(
             edgecolors="white",
             linewidths=0.6,
         )
-        for event in own:
-            if event.action.kind == STEP and begin < event.end <= end:
+        for event in of_kind(own, STEP):
+            if begin < event.end <= end:
                 line = (row - 0.45, row + 0.45)
                 axis.plot((event.end, event.end), line, color="black", linewidth=1.6)
         for bar in bars if numbers else ():

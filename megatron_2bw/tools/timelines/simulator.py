@@ -112,6 +112,10 @@ def by_stage(events: Events, stages: int) -> list[Events]:
     return rows
 
 
+def of_kind(events: Events, *kinds: str) -> Events:
+    return [event for event in events if event.action.kind in kinds]
+
+
 def actions_of(lists: list[Events]) -> Lists:
     return [[event.action for event in own] for own in lists]
 
@@ -282,8 +286,8 @@ def iteration_time(
     work = list(map(sum, zip(*computations)))
     busiest = work.index(max(work))
     ends = []
-    for event in _updates(schedule, shape, times):
-        if event.stage == busiest and event.action.kind == STEP:
+    for event in of_kind(_updates(schedule, shape, times), STEP):
+        if event.stage == busiest:
             ends.append(event.end)
     return (ends[skipped + count] - ends[skipped]) / count
 
@@ -384,4 +388,4 @@ def _long_flush(
 def _last_backwards(schedule: Schedule, shape: Shape, times: Times) -> dict[int, float]:
     """When each stage ends its last backward and starts its reduction."""
     events = _updates(schedule, shape, times)
-    return {event.stage: event.start for event in events if event.action.kind == REDUCE}
+    return {event.stage: event.start for event in of_kind(events, REDUCE)}

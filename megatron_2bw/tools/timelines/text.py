@@ -12,7 +12,13 @@ from math import ceil
 from typing import NamedTuple
 
 from megatron_2bw.schedules import STEP, B, F
-from megatron_2bw.tools.timelines.simulator import Event, Events, by_stage, makespan
+from megatron_2bw.tools.timelines.simulator import (
+    Event,
+    Events,
+    by_stage,
+    makespan,
+    of_kind,
+)
 
 FILL = {F: " ", B: "b"}
 
@@ -51,7 +57,7 @@ def render(events: Events, stages: int, columns: int = 160) -> str:
 def _scale(events: Events, chunked: bool) -> _Scale:
     """The unit is the shortest action. Wide enough for the label of every action, a
     backward's mark and a space."""
-    bars = [event for event in events if event.action.kind in FILL and event.duration]
+    bars = [event for event in of_kind(events, *FILL) if event.duration]
     unit = min((bar.duration for bar in bars), default=1.0)
     # a rounded place may cost one character
     spare = 0 if _divides(unit, bars) else 1
@@ -79,15 +85,15 @@ def label(event: Event, chunked: bool) -> str:
 
 def _row(events: Events, scale: _Scale, columns: int, chunked: bool) -> str:
     row = ["."] * columns
-    for event in events:
+    for event in of_kind(events, *FILL):
         first = scale.column(event.start)
         last = scale.column(event.end)
-        if event.action.kind in FILL and event.duration:
+        if event.duration:
             bar = _bar(event, max(last - first, 1), chunked)
             row[first : first + len(bar)] = bar
-    for event in events:
+    for event in of_kind(events, STEP):
         last = scale.column(event.end)
-        if event.action.kind == STEP and last:
+        if last:
             row[last - 1] = "|"
     return "".join(row)
 
