@@ -112,7 +112,6 @@ def test_a_long_model_has_samples_of_4096_tokens(folder):
         ({"model_type": "bloom"}, "model_type 'bloom' is not supported"),
         ({"architectures": ["LlamaModelX"]}, "'architectures' is LlamaModelX"),
         ({"model_type": "mistral", "sliding_window": 8}, "sliding_window"),
-        ({"logits_scaling": 8.0}, "logits_scaling"),
         ({"layer_types": ["sliding_attention"]}, "layer_types"),
     ],
 )

@@ -3,6 +3,7 @@ them to both."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -143,12 +144,12 @@ def test_a_late_step_needs_a_free_store_from_its_reduction_on():
         check_actions([row], Wide(), Shape(1, 2, 3, 5))
 
 
-@pytest.mark.parametrize("extra", [(1,), (2,), (0, 2, 0), (1, 0, 3), (0,)], ids=str)
+@pytest.mark.parametrize("extra", BY_HAND["extra warm-up"], ids=str)
 @pytest.mark.parametrize("gradient_slots", [1, 2])
 def test_2bw_with_extra_warmup_is_valid_with_the_fewest_microbatches(
     extra, gradient_slots
 ):
-    schedule = TwoBW(gradient_slots, extra)
+    schedule = TwoBW(gradient_slots, tuple(extra))
     per_boundary = extra if len(extra) == 3 else extra * 3
     fewest = 4 + sum(per_boundary)
     assert schedule.min_microbatches(4) == fewest
@@ -162,19 +163,19 @@ def test_2bw_with_extra_warmup_is_valid_with_the_fewest_microbatches(
 
 @pytest.mark.parametrize("first", [0, 2, 3, 4])
 @pytest.mark.parametrize("sync", [0, 1, 3, 4, 7, 8])
-@pytest.mark.parametrize("gradient_slots, extra", [(1, ()), (2, ()), (2, (1,))])
+@pytest.mark.parametrize("words", [(1,), (2,), (2, (1,))], ids=str)
+@pytest.mark.parametrize("stages, microbatches", [(1, 1), (2, 3), (4, 7)])
 def test_2bw_with_a_synchronous_start_is_valid_wherever_it_is_resumed(
-    first, sync, gradient_slots, extra
+    first, sync, words, stages, microbatches
 ):
-    schedule = TwoBW(gradient_slots, extra, sync)
-    for stages, microbatches in ((1, 1), (2, 3), (4, 7)):
-        shape = Shape(stages, microbatches, first, 7)
-        validate(schedule, shape)
-        for action in sum(lists(schedule, shape), []):
-            if action.kind in "FB":
-                batch = shape.batch(action.microbatch)
-                late = batch >= max(sync, 1)
-                assert action.version == batch - late
+    schedule = TwoBW(*words, sync_iterations=sync)
+    shape = Shape(stages, microbatches, first, 7)
+    validate(schedule, shape)
+    for action in itertools.chain(*lists(schedule, shape)):
+        if action.kind in "FB":
+            batch = shape.batch(action.microbatch)
+            late = batch >= max(sync, 1)
+            assert action.version == batch - late
 
 
 def test_2bw_that_is_synchronous_to_its_end_is_1f1b_with_a_flush():
