@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy
 
 from megatron_2bw.base.files import new_figure, write_figure
-from megatron_2bw.tools.convergence.report import Points, percent
+from megatron_2bw.tools.convergence.report import Points, Result, percent
 
 # vanilla first
 COLOURS = "#525252 #d94801 #2171b5 #238b45 #6a51a3 #c51b8a #a6761d #17becf".split()
@@ -58,14 +58,7 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
     trained = [run for run in content["runs"] if "training" in run]
     good = [run for run in trained if not run["diverged"]]
     gone = [run["lr"] for run in trained if run["diverged"]]
-    window = max(1.0, iterations / 30)
-    ends = [run["training"][-1][0] for run in good]
-    at = numpy.linspace(window, min(ends, default=iterations), PLACES)
-    curves = collections.defaultdict(dict)  # of (lr, variant), by seed
-    for run in good:
-        training = smooth(run["training"], at, window)
-        curve = Curve(training, dict(run["validation"]))
-        curves[run["lr"], run["variant"]][run["seed"]] = curve
+    at, curves = _curves(good, iterations)
     width = max(6.4, 3 + 2.7 * len(rates))
     figure = new_figure(width, 6.6 + 0.2 * len(variants) / len(rates))
     grid = figure.subplots(2, len(rates), squeeze=False, sharex=True)
@@ -96,6 +89,20 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
     first.set_ylabel("loss (nats per token)\nline: training, points: validation")
     grid[1, 0].set_ylabel("loss above vanilla's (%)\nlinear to 1 %, then logarithmic")
     write_figure(path, figure)
+
+
+def _curves(runs: list[Result], iterations: int) -> tuple[numpy.ndarray, Any]:
+    """The iterations at which the curves are drawn, and for each (lr, variant) the
+    curves by seed."""
+    window = max(1.0, iterations / 30)
+    ends = [run["training"][-1][0] for run in runs]
+    at = numpy.linspace(window, min(ends, default=iterations), PLACES)
+    curves = collections.defaultdict(dict)
+    for run in runs:
+        training = smooth(run["training"], at, window)
+        curve = Curve(training, dict(run["validation"]))
+        curves[run["lr"], run["variant"]][run["seed"]] = curve
+    return at, curves
 
 
 def _gap_axis(axes: Any) -> None:
