@@ -522,8 +522,6 @@ def test_a_schedule_is_drawn(capsys, tmp_path):
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert lines[0] == "2bw, 4 stages, 4 microbatches a batch"
     assert "stages busy 100.0% in the steady state" in lines
-    narrow = simulated(capsys, "--columns", "40")
-    assert max(len(line) for line in narrow if line.startswith("stage")) <= 40
 
 
 @pytest.mark.parametrize("words", ["--microbatches 3", "--extra-warmup 1,1"])

@@ -35,7 +35,7 @@ def run_simulate(words: list[str], prog: str) -> int:
     shape = Shape(stages, microbatches, 0, options.iterations)
     print(f"{options.schedule}, {stages} stages, {microbatches} microbatches a batch")
     events = simulate(schedule, shape, times)
-    print(render(events, stages, columns=options.columns))
+    print(render(events, stages))
     seconds = iteration_time(schedule, stages, microbatches, times)
     share = busy(schedule, stages, microbatches, times)
     print(f"stages busy {share:.1%} in the steady state")
@@ -71,7 +71,6 @@ def _simulate_parser(prog: str) -> Parser:
         add(f"--{name}", type=float, default=default, help=text)
     versions = "write the weight version of each microbatch into the picture"
     add("--versions", action="store_true", help=versions)
-    add("--columns", type=count, default=140)
     add("--out", type=Path, metavar="FILE.png", help="also as a picture")
     return parser
 

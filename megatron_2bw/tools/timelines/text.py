@@ -33,7 +33,7 @@ class _Scale(NamedTuple):
         return round(time / self.unit * self.width)
 
 
-def render(events: Events, stages: int, columns: int = 160) -> str:
+def render(events: Events, stages: int, columns: int = 140) -> str:
     """The timeline of `events` (simulator.simulate), and a line with its scale.
 
     columns   maximum length of a line; the rest is cut
