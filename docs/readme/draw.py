@@ -17,8 +17,7 @@ from pathlib import Path
 from megatron_2bw.base.files import new_figure
 from megatron_2bw.schedules import SCHEDULES, Shape
 from megatron_2bw.tools.timelines.picture import draw_rows, draw_shapes
-from megatron_2bw.tools.timelines.simulator import Times, simulate
-from megatron_2bw.tools.timelines.text import busy
+from megatron_2bw.tools.timelines.simulator import Times, busy, simulate
 
 HERE = Path(__file__).resolve().parent
 HEIGHT = 2.7  # inches, 100 pixels of a page each
@@ -40,7 +39,7 @@ def draw_schedules(path: Path) -> None:
             span=(0, UNTIL),
             steps=name != "2bw",
         )
-        share, _ = busy(events, SHAPE.stages)
+        share = busy(SCHEDULES[name], SHAPE.stages, SHAPE.microbatches)
         heading = f"{title}, stages busy {share:.0%} in the steady state"
         axis.set_title(heading, loc="left", fontsize=8.5)
         axis.tick_params(labelsize=7.5)

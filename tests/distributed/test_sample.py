@@ -25,13 +25,10 @@ def sampled(rank: int, words: list[str]) -> list[int]:
 def test_the_likeliest_tokens_are_those_of_transformers(folder):  # noqa: F811
     """Exact: no two tokens of these random models are nearly as likely. Without a
     tokenizer words are numbers."""
-    (expected,) = made("llama").generate(
-        torch.tensor([PROMPT]),
-        do_sample=False,
-        max_new_tokens=12,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    model = made("llama")
+    prompt = torch.tensor([PROMPT])
+    model.generation_config.eos_token_id = None
+    (expected,) = model.generate(prompt, do_sample=False, max_new_tokens=12)
     words = f"{folder('llama')}/ckpt --tokens 12 --temperature 0 --prompt".split()
     (text,) = run_world(1, sampled, [*words, " ".join(map(str, PROMPT))])
     assert text == expected.tolist()
@@ -47,36 +44,37 @@ def test_no_row_of_padding_is_drawn(folder, tmp_path):  # noqa: F811
     assert len(text) == 31 and max(text) < 1001
 
 
-def chosen(number: int, temperature: float, top_k=None, seed=1, end=None, seen=None):
-    """Tokens after [0], from a model whose next token has CHANCES after any text."""
+def chosen(number: int, temperature: float, end=None, **more):
+    """The texts that a model sees whose next token has CHANCES after any text, and the
+    tokens after [0]."""
+    seen = []
 
     def logits(tokens: torch.Tensor) -> torch.Tensor:
-        if seen is not None:
-            seen.append(tokens[0].tolist())
+        seen.append(tokens[0].tolist())
         return CHANCES.log().expand(1, tokens.shape[1], 4).clone()
 
-    options = SimpleNamespace(
-        tokens=number, temperature=temperature, top_k=top_k, seed=seed
-    )
-    return list(generate(logits, [0], 3, end, options))
+    words = dict(tokens=number, temperature=temperature, top_k=None, seed=1) | more
+    options = SimpleNamespace(**words)
+    return seen, list(generate(logits, [0], 3, end, options))
 
 
 def test_how_a_token_is_chosen(cpu_layer):
-    assert chosen(5, 0.0) == [1] * 5
-    counts = torch.bincount(torch.tensor(chosen(4000, 1.0)), minlength=4)
+    assert chosen(5, 0.0)[1] == [1] * 5
+    _, tokens = chosen(4000, 1.0)
+    counts = torch.bincount(torch.tensor(tokens), minlength=4)
     # seed 1: four standard deviations
     assert torch.allclose(counts / 4000, CHANCES, atol=0.03)
-    assert set(chosen(400, 1.0, top_k=2)) == {1, 2}
-    assert set(chosen(400, 5.0)) == {1, 2, 3}
+    assert set(chosen(400, 1.0, top_k=2)[1]) == {1, 2}
     again = chosen(50, 1.0, seed=2)
-    assert chosen(50, 1.0, seed=2) == again != chosen(50, 1.0, seed=3)
+    assert chosen(50, 1.0, seed=2) == again
+    assert chosen(50, 1.0, seed=3) != again
 
 
 def test_the_end_and_a_text_that_is_longer_than_the_model(cpu_layer):
-    seen = []
-    assert len(chosen(6, 0.0, seen=seen)) == 6
+    seen, tokens = chosen(6, 0.0)
+    assert len(tokens) == 6
     assert seen == [[0], [0, 1], [0, 1, 1]] + [[1, 1, 1]] * 3
-    assert chosen(6, 0.0, end=1) == []
+    assert chosen(6, 0.0, end=1)[1] == []
 
 
 def test_the_text_does_not_control_the_terminal():

@@ -37,14 +37,12 @@ def start(out: Path, *options: str) -> subprocess.Popen[str]:
 
 @pytest.mark.nightly
 def test_killed_and_gone_on_with_then_judged(tmp_path, capsys):
-    vanilla, ours = folders = [tmp_path / "runs" / name for name in RUNS]
+    vanilla, ours = [tmp_path / "runs" / name for name in RUNS]
     first = start(tmp_path)
     try:
         until = time.monotonic() + 200
         while not (ours / "checkpoints" / "latest_checkpointed_iteration.txt").exists():
-            assert first.poll() is None and time.monotonic() < until, (
-                "it has ended, or takes long"
-            )
+            assert first.poll() is None and time.monotonic() < until
             time.sleep(0.02)
         children = psutil.Process(first.pid).children(recursive=True)
         os.kill(first.pid, signal.SIGTERM)
@@ -53,45 +51,35 @@ def test_killed_and_gone_on_with_then_judged(tmp_path, capsys):
         raise
     stopped = end(first, 200)
     assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
-    alive = [child for child in children if child.is_running()]
-    assert children
-    assert all(child.status() == psutil.STATUS_ZOMBIE for child in alive)
-    assert [(folder / "result.json").exists() for folder in folders] == [True, False]
-    untouched = (vanilla / "result.json").stat().st_mtime_ns
-    (row,) = summary(tmp_path)
-    assert row["finished"] == [1]
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert children and not alive
+    assert (vanilla / "result.json").exists()
+    assert not (ours / "result.json").exists()
 
     again = end(start(tmp_path, "--max-gap", "1000"), 200)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "2 runs of 120 iterations, 1 of them are there" in again.stdout
-    assert "[1/2]" not in again.stdout
     assert "--max-gap 1000 holds" in again.stdout
-    assert (vanilla / "result.json").stat().st_mtime_ns == untouched
-    logs = [(folder / "train.log").read_text() for folder in folders]
-    loaded = ["successfully loaded checkpoint" in log for log in logs]
-    assert loaded == [False, True]
+    log = (ours / "train.log").read_text()
+    assert "successfully loaded checkpoint" in log
     # the same weights, the same batch
-    assert first_loss(logs[0]) == first_loss(logs[1])
-    for folder in folders:
-        curves = json.loads((folder / "result.json").read_text())
-        assert [end for end, _ in curves["training"]] == list(range(10, 121, 10))
-        assert [at for at, _ in curves["validation"]] == [50, 100, 120]
-    base, row = summary(tmp_path)
+    before = first_loss(log)
+    assert before == first_loss((vanilla / "train.log").read_text())
+    curves = json.loads((ours / "result.json").read_text())
+    assert [end for end, _ in curves["training"]] == list(range(10, 121, 10))
+    assert [at for at, _ in curves["validation"]] == [50, 100, 120]
+    base, row = json.loads((tmp_path / "runs.json").read_text())["summary"]
     reference = base["validation_loss"]["mean"]
-    assert reference < first_loss(logs[0]) - 1  # it learned
+    assert reference < before - 1  # it learned
     gap = row["gap_percent"]["mean"]
     expected = 100 * (row["validation_loss"]["mean"] / reference - 1)
     assert gap == pytest.approx(expected) != 0
-    written = ".lock runs runs.json curves.png report.md".split()
-    assert {path.name for path in tmp_path.iterdir()} == {*written}
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {".lock", "runs", "runs.json", "curves.png", "report.md"}
 
     assert convergence.main(words(tmp_path, "--max-gap", f"{gap - 1}")) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("megatron-2bw convergence: 2bw at lr 1e-2: the gap ")
-
-
-def summary(out: Path) -> list[dict]:
-    return json.loads((out / "runs.json").read_text())["summary"]
 
 
 def first_loss(log: str) -> float:

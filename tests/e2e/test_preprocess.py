@@ -19,7 +19,7 @@ CODE = """
 import sys
 from megatron_2bw.tools.data import preprocess, preprocess_command
 preprocess.PART_BYTES = 100_000
-sys.exit(preprocess_command.main())
+sys.exit(preprocess_command.main(sys.argv[1:]))
 """
 
 

@@ -53,7 +53,7 @@ SchedulerParameters=batch_sched_delay=1,sched_interval=1,sched_min_interval=2000
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 JobRequeue=1
-KillWait={kill_wait}
+KillWait=60
 ReturnToService=2
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
@@ -65,9 +65,8 @@ class Cluster:
     """`with Cluster(folder) as cluster:`, then `cluster.call("sbatch", ...)`.
     AssertionError if it does not start."""
 
-    def __init__(self, folder: Path, kill_wait: int = 60):
+    def __init__(self, folder: Path):
         self.folder = folder
-        self.kill_wait = kill_wait
         self.daemons: list[subprocess.Popen] = []
 
     def __enter__(self) -> Cluster:
@@ -121,10 +120,10 @@ class Cluster:
 
     def logs(self) -> str:
         """The ends of the daemons' logs."""
-        files = sorted(self.folder.glob("*.log"))
-        return "\n".join(
-            f"--- {path.name}\n{path.read_text()[-2000:]}" for path in files
-        )
+        text = ""
+        for path in sorted(self.folder.glob("*.log")):
+            text += f"--- {path.name}\n{path.read_text()[-2000:]}\n"
+        return text
 
     def _start(self) -> None:
         self.folder.chmod(0o755)
@@ -133,30 +132,22 @@ class Cluster:
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o600)
         host = os.uname().nodename
-        nodes = []
+        nodes = ""
         for name in NODES:
             address = f"NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()}"
-            nodes.append(f"NodeName={name} {address} CPUs=2")
-        (self.folder / "slurm.conf").write_text(
-            CONFIGURATION.format(
-                host=host.split(".")[0],
-                port=free_port(),
-                user=getpass.getuser(),
-                folder=self.folder,
-                kill_wait=self.kill_wait,
-                nodes="\n".join(nodes),
-            )
+            nodes += f"NodeName={name} {address} CPUs=2\n"
+        configuration = CONFIGURATION.format(
+            host=host.split(".")[0],
+            port=free_port(),
+            user=getpass.getuser(),
+            folder=self.folder,
+            nodes=nodes,
         )
-        self._daemon(
-            "munged",
-            "--foreground",
-            "--force",
-            f"--key-file={key}",
-            f"--socket={self.folder}/munge.socket",
-            f"--pid-file={self.folder}/munged.pid",
-            f"--log-file={self.folder}/munged.log",
-            f"--seed-file={self.folder}/munge.seed",
-        )
+        (self.folder / "slurm.conf").write_text(configuration)
+        words = f"""--foreground --force --key-file={key}
+            --socket={self.folder}/munge.socket --pid-file={self.folder}/munged.pid
+            --log-file={self.folder}/munged.log --seed-file={self.folder}/munge.seed"""
+        self._daemon("munged", *words.split())
         self._await("munged", lambda: (self.folder / "munge.socket").exists())
         self._daemon("slurmctld", "-D", "-c")
         for name in NODES:

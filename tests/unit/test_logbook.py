@@ -230,18 +230,12 @@ def test_the_eta_is_the_mean_pace_since_the_first_line(prompt, monkeypatch):
     assert shown == ["0:00:14", "0:04:00", "0:03:00", "0:02:00", "0:01:00", "0:00:00"]
 
 
-@pytest.fixture
-def operations(late, monkeypatch):
+def test_mfu_is_megatrons_operations_by_the_peak_of_all_gpus(late, monkeypatch):
     def count(args, batch) -> float:
         return batch * 1e14
 
-    name = "num_floating_point_operations"
-    monkeypatch.setattr(late.module.training, name, count)
-
-
-def test_mfu_is_megatrons_operations_by_the_peak_of_all_gpus(
-    late, operations, monkeypatch
-):
+    operations = "num_floating_point_operations"
+    monkeypatch.setattr(late.module.training, operations, count)
     name = "NVIDIA A100-SXM4-40GB"
     monkeypatch.setattr(torch.cuda, "get_device_name", Mock(return_value=name))
     text = write_first_line(late)
@@ -250,13 +244,6 @@ def test_mfu_is_megatrons_operations_by_the_peak_of_all_gpus(
     assert f"ETA: 0:00:14 | MFU: {expected:.1%} |" in text
     late.args.params_dtype = torch.float32
     assert late.module.mfu(late.args, 8, 1.5) is None
-
-
-@pytest.mark.parametrize("gpu", ["NVIDIA H100 PCIe", "cpu"])
-def test_no_mfu_of_a_gpu_whose_peak_is_not_known(gpu, late, operations, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", Mock(return_value=gpu))
-    assert "ETA: 0:00:14 | bubble" in write_first_line(late)
-    assert "MFU" not in late.tensorboard.scalars[1]
 
 
 @pytest.fixture

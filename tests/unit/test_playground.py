@@ -40,22 +40,23 @@ def ask(question: str, name: str, **given) -> dict:
     return found[question][name]
 
 
+MORE = {
+    "gpipe": schedule_of("gpipe", gpipe_round=4),
+    "2bw-one-slot": TwoBW(1),
+    "2bw-extra-warmup": TwoBW(extra_warmup=(1,)),
+    "2bw-sync-start": TwoBW(sync_iterations=2),
+    "megatron-interleaved": Interleaved(2),
+}
+
+
 @pytest.mark.parametrize("name", answers.SCHEDULES)
 def test_a_timeline_is_the_simulators(name):
-    given = {"forward": [1, 1, 3, 1], "transfer": [0.5, 2, 0.5], "reduce": 1, "step": 2}
+    forward = [1, 1, 3, 1]
+    given = {"forward": forward, "transfer": [0.5, 2, 0.5], "reduce": 1, "step": 2}
     found = ask("timelines", name, **given)
     messages = [0.5, 2, 0.5, 2]
-    times = Times(
-        [1, 1, 3, 1], 2, transfer=messages, occupied=messages, reduce=1, step=2
-    )
-    schedules = EXECUTED | {
-        "gpipe": schedule_of("gpipe", gpipe_round=4),
-        "2bw-one-slot": TwoBW(1),
-        "2bw-extra-warmup": TwoBW(extra_warmup=(1,)),
-        "2bw-sync-start": TwoBW(sync_iterations=2),
-        "megatron-interleaved": Interleaved(2),
-    }
-    events = simulate(schedules[name], Shape(4, 8, 0, 3), times)
+    times = Times(forward, 2, transfer=messages, occupied=messages, reduce=1, step=2)
+    events = simulate((EXECUTED | MORE)[name], Shape(4, 8, 0, 3), times)
     for stage, mine in enumerate(by_stage(events, 4)):
         assert parse(found["actions"][stage]) == [event.action for event in mine]
         assert found["starts"][stage] == [event.start for event in mine]

@@ -3,6 +3,7 @@ them to both."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -77,21 +78,13 @@ def test_gpipe_in_rounds_is_valid_and_holds_a_round(stages, microbatches):
     assert lists(one, shape) == lists(SCHEDULES["no-pipelining"], shape)
 
 
-@pytest.mark.parametrize(
-    "name, versions, in_flight",
-    [
-        ("2bw", [2] * 4, [4, 3, 2, 1]),
-        ("pipedream-flush", [1] * 4, [4, 3, 2, 1]),
-        ("gpipe", [1] * 4, [6] * 4),
-        ("no-pipelining", [1] * 4, [1] * 4),
-    ],
-)
-def test_limits_are_reached(name, versions, in_flight):
+@pytest.mark.parametrize("case", BY_HAND["limits"], ids=str)
+def test_limits_are_reached(case):
     """One less and the validator objects."""
     shape = Shape(4, 6, 0, 3)
-    schedule = SCHEDULES[name]
-    assert by_stage(schedule.max_versions, shape) == versions
-    assert by_stage(schedule.max_in_flight, shape) == in_flight
+    schedule = SCHEDULES[case["name"]]
+    assert by_stage(schedule.max_versions, shape) == case["versions"]
+    assert by_stage(schedule.max_in_flight, shape) == case["in flight"]
 
     class Tighter(type(schedule)):
         def max_in_flight(self, shape, stage):
@@ -151,22 +144,13 @@ def test_a_late_step_needs_a_free_store_from_its_reduction_on():
         check_actions([row], Wide(), Shape(1, 2, 3, 5))
 
 
-@pytest.mark.parametrize(
-    "extra, per_boundary",
-    [
-        ((1,), (1, 1, 1)),
-        ((2,), (2, 2, 2)),
-        ((0, 2, 0), (0, 2, 0)),
-        ((1, 0, 3), (1, 0, 3)),
-        ((0,), (0, 0, 0)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("extra", BY_HAND["extra warm-up"], ids=str)
 @pytest.mark.parametrize("gradient_slots", [1, 2])
 def test_2bw_with_extra_warmup_is_valid_with_the_fewest_microbatches(
-    extra, per_boundary, gradient_slots
+    extra, gradient_slots
 ):
-    schedule = TwoBW(gradient_slots, extra)
+    schedule = TwoBW(gradient_slots, tuple(extra))
+    per_boundary = extra if len(extra) == 3 else extra * 3
     fewest = 4 + sum(per_boundary)
     assert schedule.min_microbatches(4) == fewest
     in_flight = [4 - stage + sum(per_boundary[stage:]) for stage in range(4)]
@@ -179,19 +163,19 @@ def test_2bw_with_extra_warmup_is_valid_with_the_fewest_microbatches(
 
 @pytest.mark.parametrize("first", [0, 2, 3, 4])
 @pytest.mark.parametrize("sync", [0, 1, 3, 4, 7, 8])
-@pytest.mark.parametrize("gradient_slots, extra", [(1, ()), (2, ()), (2, (1,))])
+@pytest.mark.parametrize("words", [(1,), (2,), (2, (1,))], ids=str)
+@pytest.mark.parametrize("stages, microbatches", [(1, 1), (2, 3), (4, 7)])
 def test_2bw_with_a_synchronous_start_is_valid_wherever_it_is_resumed(
-    first, sync, gradient_slots, extra
+    first, sync, words, stages, microbatches
 ):
-    schedule = TwoBW(gradient_slots, extra, sync)
-    for stages, microbatches in ((1, 1), (2, 3), (4, 7)):
-        shape = Shape(stages, microbatches, first, 7)
-        validate(schedule, shape)
-        for action in sum(lists(schedule, shape), []):
-            if action.kind in "FB":
-                batch = shape.batch(action.microbatch)
-                late = batch >= max(sync, 1)
-                assert action.version == batch - late
+    schedule = TwoBW(*words, sync_iterations=sync)
+    shape = Shape(stages, microbatches, first, 7)
+    validate(schedule, shape)
+    for action in itertools.chain(*lists(schedule, shape)):
+        if action.kind in "FB":
+            batch = shape.batch(action.microbatch)
+            late = batch >= max(sync, 1)
+            assert action.version == batch - late
 
 
 def test_2bw_that_is_synchronous_to_its_end_is_1f1b_with_a_flush():

@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from megatron_2bw.base.errors import UserError
+from megatron_2bw.base.files import read_yaml
 from megatron_2bw.mcore import cpu
 from megatron_2bw.run.flags import indexed_dataset
 from tests.distributed.training import command
@@ -37,14 +38,10 @@ CALLS += CHATML.replace("<|im_end|>", CALL + "<|im_end|>")
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 
 
-def message(role: str, content: str) -> dict:
-    return {"role": role, "content": content}
-
-
-CHAT = [message("user", "1+1?"), message("assistant", "2 é")]
-SHAREGPT = [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2 é"}]
-LONGER = [message("system", "Sum."), *CHAT, message("user", "So")]
-LONGEST = [*LONGER, message("assistant", "  OK"), message("user", ".")]
+BY_HAND = read_yaml(Path(__file__).with_name("sft.yaml"))
+CHAT = BY_HAND["chat"]
+LONGEST = BY_HAND["longest"]
+PROMPTS = BY_HAND["prompts"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -133,7 +130,7 @@ def test_the_assistants_text_is_the_target(shown, tmp_path):
     lines = [
         {"messages": CHAT, "id": 3},
         {"messages": LONGEST},
-        {"conversations": SHAREGPT},
+        {"conversations": BY_HAND["sharegpt"]},
     ]
     assert shown(CHATML, *lines) == [first, whole, first]
     assert indexed_dataset.has_prompts(str(tmp_path / "last-out"))
@@ -144,19 +141,14 @@ def test_the_templates_own_marks_come_first(shown):
     assert shown(MARKED, {"messages": LONGEST}) == [f"{FIRST}{answers}{LAST}"]
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("weight", 0), ("loss_mask", 0), ("loss", False), ("train", False)],
-)
+@pytest.mark.parametrize("mask", [{"weight": 0}, {"loss_mask": 0}, {"train": False}])
 @pytest.mark.parametrize(
     ("template", "end"), [(CHATML, "<|im_end|>\n⟧"), (MARKED, "<|im_end|>⟧\n")]
 )
-def test_a_masked_message_is_no_target(shown, key, value, template, end):
-    """Whatever the template marks; another message's 1 is the default, and an unknown
-    key changes nothing."""
-    chat = [dict(entry) for entry in LONGEST]
-    chat[2] |= {key: value, "id": 7}
-    chat[4][key] = 1
+def test_a_masked_message_is_no_target(shown, mask, template, end):
+    """Whatever the template marks; an unknown key changes nothing."""
+    chat = list(LONGEST)
+    chat[2] = chat[2] | mask | {"id": 7}
     expected = f"{FIRST}{TURN}2 é<|im_end|>\n{NEXT}⟦  OK{end}{LAST}"
     assert shown(template, {"messages": chat}) == [expected]
 
@@ -237,24 +229,18 @@ def test_a_template_that_rewrites_earlier_turns(prepare, shown):
 ANSWER = '{"role": "assistant", "content": "b"}'
 WRONG = r"""
 { # it is no JSON, Expecting
-[1] # it is list, not an object
 {"text": "a"} # it has the keys text: give messages, conversations, prompt and completion, or
 {"prompt": "a </s>", "completion": "b"} # a text spells out the special token </s>
-{"prompt": "\ud800", "completion": "b"} # surrogates not allowed
 {"prompt": "a", "completion": "b", "system": "S"} # system has no effect on this form
-{"instruction": "a", "output": 2} # not two strings
 {"instruction": "a", "output": "b", "history": ["q"]} # not two strings
-{"conversations": [{"from": "bot", "value": "a"}]} # conversations[0].from is bot: give human, gpt,
-{"messages": ["a"]} # messages[0] has no role: give role and content, or from and value
-{"messages": [{"content": "a"}]} # messages[0] has no role: give role and content, or from and value
+{"conversations": [{"from": "bot", "value": "a"}]} # conversations[0]: from is bot: give human, gpt,
+{"messages": [{"content": "a"}]} # messages[0]: it has no role: give role and content, or from and value
 {"messages": [{"role": "user", "content": "a"}]} # no text of the assistant
-{"messages": [{"role": "assistant", "content": "b", "weight": 0}]} # no text of the assistant
-{"messages": [{"role": "assistant", "content": "b", "weight": 0.5}]} # messages[0].weight is 0.5: give 0
-{"messages": [{"role": "assistant"}]} # messages[0] has NoneType as its content
-{"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]} # messages[0]: a call of a function must
+{"messages": [{"role": "assistant", "content": "b", "weight": 0.5}]} # messages[0]: weight is 0.5: give 0
+{"messages": [{"role": "assistant"}]} # messages[0]: it has NoneType as its content
+{"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]} # messages[0]: KeyError('arguments')
 {"messages": [ANSWER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}]} # the call of f
-{"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]} # messages[0].content has a part
-{"messages": [{"role": "user", "content": "\ud800"}, ANSWER]} # surrogates not allowed
+{"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]} # messages[0]: KeyError('text')
 {"messages": [ANSWER], "tools": [{"name": "f"}]} # the chat template does not show tools
 {"messages": [{"role": "system", "content": "a"}, ANSWER], "system": "S"} # different system prompts
 """
@@ -272,16 +258,10 @@ def test_a_bad_line_is_named_or_left_out(prepare, shown, line, reason):
     assert shown_lines == ["<s>1+1=⟦2</s>⟧"] * 2
 
 
-@pytest.mark.parametrize(
-    ("template", "line"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        (None, "it has no chat template: "),
-    ],
-)
-def test_a_template_that_refuses_or_is_missing(prepare, template, line):
-    status, _, err = prepare(template, {"messages": CHAT})
-    assert status == 2 and line in err.splitlines()[-1]
+def test_without_a_template_there_is_no_chat(prepare):
+    status, _, err = prepare(None, {"messages": CHAT})
+    assert status == 2
+    assert "it has no chat template: " in err.splitlines()[-1]
 
 
 def test_rows_are_as_lines(tmp_path, capsys, prepare):
@@ -301,9 +281,6 @@ def test_rows_are_as_lines(tmp_path, capsys, prepare):
 
 # --- samples
 # --------------------------------------------------------------------------------------
-
-# ids 5 6 [7 8], 1 [4] 8 [5], 2 3 4 5 6 7 [9]
-PROMPTS = [[-6, -7, 7, 8], [-2, 4, -9, 5], [-3, -4, -5, -6, -7, -8, 9]]
 
 
 def stored(prefix: Path, conversations: list[list[int]]) -> Path:
@@ -338,79 +315,68 @@ def samples(tmp_path, monkeypatch):
     return make
 
 
-def fields(sample) -> tuple[list[int], list[int], list[float]]:
-    return tuple(sample[name].tolist() for name in ("tokens", "labels", "loss_mask"))
+def all_of(data) -> list[dict]:
+    return [data[number] for number in range(len(data))]
 
 
-BY_HAND = [  # of 5 tokens, with the next token as the label
-    ([1, 4, 8, 5, 0], [4, 8, 5, 0, 0], [1, 0, 1, 0, 0]),
-    ([2, 3, 4, 5, 6], [3, 4, 5, 6, 7], [0, 0, 0, 0, 0]),  # cut: its target is lost
-    ([5, 6, 7, 8, 0], [6, 7, 8, 0, 0], [0, 1, 1, 0, 0]),
-]
+def fields(sample) -> list[list[int]]:
+    return [sample[name].tolist() for name in ("tokens", "labels", "loss_mask")]
 
 
 def test_a_sample_is_a_conversation(samples, capsys):
     data = samples()
     assert len(data) == len(samples(count=0)) == 3
-    assert sorted(fields(data[i]) for i in range(3)) == BY_HAND
+    assert sorted(map(fields, all_of(data))) == BY_HAND["samples of 5 tokens"]
     sample = data[0]
     assert sample["position_ids"].tolist() == [0, 1, 2, 3, 4]
-    assert sample["tokens"].dtype == torch.int64
     assert torch.equal(sample["attention_mask"], torch.ones(5, 5).tril()[None] < 0.5)
     line = "cuts 1 of 3 conversations for train of data; 1 have no target left"
     assert line in capsys.readouterr().out
     whole = samples(6, mask=False)
-    longest = ([2, 3, 4, 5, 6, 7], [3, 4, 5, 6, 7, 9], [0, 0, 0, 0, 0, 1])
-    assert longest in [fields(whole[i]) for i in range(3)]
-    assert "attention_mask" not in whole[0] and not whole[None]["loss_mask"].any()
+    assert BY_HAND["longest of 6 tokens"] in map(fields, all_of(whole))
+    assert "attention_mask" not in whole[0]
+    assert not whole[None]["loss_mask"].any()
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_length_that_leaves_no_target(samples, packed):
-    late = [[-6, -7, 7], [-2, -9, 5], [-3, -4, 9]]
+    late = BY_HAND["only late targets"]
     with pytest.raises(UserError, match="cuts 3 of 3 .* 3 have no target left: give "):
         samples(1, prompts=late, packed=packed)
 
 
 def order_of(data) -> list[tuple[int, ...]]:
-    return [tuple(data[i]["tokens"].tolist()) for i in range(len(data))]
+    return [tuple(sample["tokens"].tolist()) for sample in all_of(data)]
 
 
 def test_each_epoch_has_each_conversation_once_in_an_order_of_its_own(samples):
     order = order_of(samples(count=3 * 40))
-    epochs = [tuple(order[i : i + 3]) for i in range(0, len(order), 3)]
-    expected = [tuple(tokens) for tokens, _, _ in BY_HAND]
-    assert set(epochs) == set(itertools.permutations(expected))
+    epochs = set(itertools.batched(order, 3))
+    expected = [tuple(tokens) for tokens, _, _ in BY_HAND["samples of 5 tokens"]]
+    assert epochs == set(itertools.permutations(expected))
     fewer = samples(count=7)  # a sample depends on its number alone
-    for number in (110, 4, 5):
-        assert tuple(fewer[number]["tokens"].tolist()) == order[number]
+    assert tuple(fewer[110]["tokens"].tolist()) == order[110]
     assert order != order_of(samples(seed=8, count=3 * 40))
 
 
 def test_packed_conversations_are_whole_and_by_themselves(samples):
     """They have 4, 4 and 7 tokens. In nine there is room for the first two, if no other
     is between them."""
-    data = samples(8, count=60, packed=True)
     both = []
     sizes = set()
-    for sample in map(data.__getitem__, range(60)):
+    for sample in all_of(samples(8, count=60, packed=True)):
         positions = sample["position_ids"]
         sizes.add(tuple(positions.tolist()))
-        starts = torch.arange(8) - positions
         seen = ~sample["attention_mask"][0]
-        for place in range(8):
-            expected = list(range(starts[place], place + 1))
+        for place, position in enumerate(positions.tolist()):
+            expected = list(range(place - position, place + 1))
             assert seen[place].nonzero().flatten().tolist() == expected
-        for start in set(starts.tolist()) - {0}:
-            assert not sample["loss_mask"][start - 1]
+            if place and not position:
+                assert not sample["loss_mask"][place - 1]
         if sample["tokens"][3:5].tolist() == [8, 1]:
             both.append(fields(sample))
-    assert sizes == {(0, 1, 2, 3, 0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6, 0)}
-    assert min(both) == (
-        [5, 6, 7, 8, 1, 4, 8, 5],
-        [6, 7, 8, 1, 4, 8, 5, 0],
-        [0, 1, 1, 0, 1, 0, 1, 0],
-    )
+    assert sizes == set(map(tuple, BY_HAND["packed positions"]))
+    assert min(both) == BY_HAND["packed"]
 
 
 # --- flags
@@ -426,15 +392,19 @@ def trained_on(prefix: Path, *flags: str) -> str | None:
 def test_data_and_flag_go_together(tmp_path):
     chats = stored(tmp_path / "chats", PROMPTS)
     text = dataset(tmp_path / "text")
-    assert trained_on(chats, "--sft-data") is None is trained_on(text)
+    assert trained_on(chats, "--sft-data") is None
+    assert trained_on(text) is None
+    assert trained_on(chats).startswith(f"--data-path {chats}: it holds ")
+    assert trained_on(text, "--sft-data").startswith(f"--data-path {text}: it holds ")
+    assert trained_on(text, "--sft").endswith("use --sft-data --sft-packed")
+    flag = "--reset-attention-mask"
+    assert trained_on(chats, "--sft-data", flag).startswith(flag)
+
+
+def test_a_length_that_cuts_all_targets_is_refused(tmp_path):
     lost = [-1] * 17 + [5]
     late = stored(tmp_path / "late", [lost, lost])
     line = "--seq-length 16: all targets of --data-path "
     assert trained_on(late, "--sft-data").startswith(line)
     last = stored(tmp_path / "last", [lost, [-1] * 16 + [5, 6]])
     assert trained_on(last, "--sft-data") is None
-    assert trained_on(chats).startswith(f"--data-path {chats}: it holds ")
-    assert trained_on(text, "--sft-data").startswith(f"--data-path {text}: it holds ")
-    assert trained_on(text, "--sft").endswith("use --sft-data --sft-packed")
-    for flag in ("--eod-mask-loss", "--reset-attention-mask", "--mock-data"):
-        assert trained_on(chats, "--sft-data", flag).startswith(flag)

@@ -5,64 +5,44 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from megatron_2bw.base.errors import UserError
+from megatron_2bw.base.files import read_yaml
 from megatron_2bw.tools.planner.descriptions.model import PRESETS
 from megatron_2bw.tools.planner.tell import training
 from megatron_2bw.tools.slurm import job_flags, status
-from megatron_2bw.tools.slurm.status import IDLE_STARTS, WORDS, Facts, Outcome, decide
+from megatron_2bw.tools.slurm.status import IDLE_STARTS, Facts, Outcome, decide
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "megatron_2bw" / "tools" / "slurm"
 HALF = " iteration        5/      10 | consumed samples: 40 | lm loss: 4.0E+00 |\n"
-WHOLE = (
-    HALF + " iteration       10/      10 | consumed samples: 80 | lm loss: 3.0E+00 |\n"
-)
-LEFT = HALF + "[exiting program after receiving SIGTERM.] datetime: 2026-01-01\n"
-
-
-TIME = dict(signalled=True)
-SENT = "node.sh: Slurm has sent SIGTERM"
-AGAIN = "pending, queued again"
-ENDS = {  # how a start ended: the facts, the status word
-    "all iterations": (Facts(0, WHOLE, saved=10), "completed"),
-    "all iterations, then the signal": (Facts(0, WHOLE, saved=10, **TIME), "completed"),
-    "killed in its last save": (Facts(0, WHOLE, saved=5, **TIME), AGAIN),
-    "all iterations, nothing saved": (Facts(0, WHOLE, keeps=False), "completed"),
-    "--exit-interval": (Facts(0, HALF, saved=5), "completed"),
-    "nothing to train": (Facts(0, "", saved=10, before=10), "completed"),
-    "the time limit": (Facts(0, LEFT, saved=5, **TIME), AGAIN),
-    "preempted: only the steps are signalled": (Facts(0, LEFT, saved=5), AGAIN),
-    "nothing saved, again": (
-        Facts(0, HALF, saved=5, before=5, idle=IDLE_STARTS - 1, **TIME),
-        "timeout",
-    ),
-    "torchrun kills a rank then": (Facts(137, HALF, saved=5, **TIME), AGAIN),
-    "nothing is to be saved": (Facts(0, LEFT, keeps=False, **TIME), "timeout"),
-    "scancel": (Facts(0, LEFT, cancelled=True, saved=5), "failed"),
-    "preempted before training": (Facts(0, SENT), AGAIN),
-    "srun ends the other nodes": (Facts(1, HALF + SENT), "failed"),
-    "preempted at once": (Facts(143, HALF, requeued=True, saved=5), "pending"),
-    "GPU": (Facts(1, HALF + "CUDA out of memory. "), "out of memory"),
-    "killed": (Facts(137, HALF), "out of memory"),
-    "a rank is killed": (Facts(1, "  exitcode  : -9 (pid: 71)"), "out of memory"),
-    "a wrong flag": (Facts(2, "error: --lr x\n"), "failed"),
+LINES = {
+    "HALF": HALF,
+    "WHOLE": HALF + HALF.replace(" 5/", "10/"),
+    "LEFT": HALF + "[exiting program after receiving SIGTERM.] datetime: 2026-01-01\n",
 }
+CASES = read_yaml(Path(__file__).with_name("slurm_ends.yaml"))
 
 
-@pytest.mark.parametrize("facts, word", ENDS.values(), ids=ENDS)
-def test_how_a_start_has_ended(facts, word):
-    outcome = decide(facts)
-    assert outcome.requeue == (word == AGAIN)
-    assert outcome.word == word.removesuffix(", queued again")
-    assert outcome.word in WORDS
-    assert outcome.reason.count("\n") == 0 < len(outcome.reason)
+@pytest.mark.parametrize("end", CASES["ends"].values(), ids=CASES["ends"])
+def test_how_a_start_has_ended(end):
+    facts = {"exit_status": 0} | end
+    word, _, again = facts.pop("word").partition(", ")
+    name, _, more = facts.get("text", "").partition(" ")
+    if name in LINES:
+        facts["text"] = LINES[name] + more
+    outcome = decide(Facts(**facts))
+    assert outcome.word == word
+    assert outcome.requeue == (again == "queued again")
+    assert outcome.reason and "\n" not in outcome.reason
 
 
 DIED = {
@@ -84,16 +64,17 @@ def test_a_job_that_died_without_a_word_is_written_down_when_somebody_looks(
     for name in ("squeue", "sacct"):
         executable(tmp_path / name, f'[[ $* == *" 7" ]] || exit 1\necho "{state}"')
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    files = [tmp_path / name / "status.json" for name in ("ended", "open", "queued")]
-    status.write(files[0], Outcome("completed", "start 0"), job="7")
-    status.write(files[1], Outcome("running", "start 0"), job="7")
-    # a sweep's, before its start
-    status.write(files[2], Outcome("pending", "submitted"))
-    assert status.main(["show", *(str(file.parent) for file in files)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    for line, expected in zip(lines, ("completed", word, "pending"), strict=True):
-        assert f": {expected}, " in line
-    assert status.read(files[1])["status"] == word
+    ended = tmp_path / "ended" / "status.json"
+    died = tmp_path / "died" / "status.json"
+    queued = tmp_path / "queued" / "status.json"
+    status.write(ended, Outcome("completed", "start 0"), job="7")
+    status.write(died, Outcome("running", "start 0"), job="7")
+    status.write(queued, Outcome("pending", "submitted"))  # by a sweep
+    folders = [str(path.parent) for path in (ended, died, queued)]
+    assert status.main(["show", *folders]) == 0
+    words = re.findall(r": ([\w ]+), ", capsys.readouterr().out)
+    assert words == ["completed", word, "pending"]
+    assert status.read(died)["status"] == word
 
 
 def executable(path: Path, text: str) -> None:
@@ -113,7 +94,8 @@ def test_a_job_goes_on_as_long_as_it_saves_iterations(tmp_path, monkeypatch, cap
     words = []
     for start, saved in enumerate((1, 2, 5, *[5] * IDLE_STARTS)):
         assert call(monkeypatch, tmp_path, "start", start) == 0
-        (tmp_path / f"start-{start}-node-0-a.log").write_text(LEFT)
+        log = tmp_path / f"start-{start}-node-0-a.log"
+        log.write_text(LINES["LEFT"])
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(saved))
         call(monkeypatch, tmp_path, "end", start, "--signalled")
         words.append(capsys.readouterr().out.strip())
@@ -139,74 +121,63 @@ def test_the_end_of_the_logs_of_this_start_counts(tmp_path, monkeypatch, capsys)
     assert status.read(tmp_path / "status.json")["reason"] == "error: the end"
 
 
-BEST = {
-    "flags": ["--pipeline-schedule", "2bw", "--fp16"],
-    "training": ["--train-iters", "7"],
-    "save_interval": 20,
-}
-PLAN = {
-    "model": {"name": "gpt-2.2b", "kind": "gpt"},
-    "precision": "fp16",
-    "cluster": {"servers": 2, "gpus_per_server": 8},
-    "run": {"model": ["--num-layers", "32"], "data": ["--mock-data"]},
-    "plans": [BEST],
-}
+PLAN = """
+model: {name: gpt-2.2b, kind: gpt}
+precision: fp16
+cluster: {servers: 2, gpus_per_server: 8}
+run: {model: [--num-layers, 32], data: [--mock-data]}
+plans:
+  - flags: [--pipeline-schedule, 2bw, --fp16]
+    training: [--train-iters, 7]
+    save_interval: 20
+"""
+
+
+def flags_of(
+    kind: str, model: str, plan: object, precision: str, data="", save=False, servers=2
+) -> str:
+    """The flags of a job on servers with eight GPUs each."""
+    sizes = dict(servers=servers, processes=8)
+    chosen = dict(kind=kind, model=model, plan=str(plan), precision=precision)
+    options = SimpleNamespace(**sizes, **chosen, data=data, save=save)
+    return " ".join(job_flags.words(options))
 
 
 def test_flags_of_a_model():
     model = PRESETS["bert-2.2b"]
-    words = job_flags.words("bert", model.name, "", 2, 8, "bf16")
-    text = """--pipeline-schedule 2bw --tensor-model-parallel-size 1 --pipeline-model-parallel-size 16
-        --micro-batch-size 1 --global-batch-size 16 --two-bw-correction auto --bf16"""
-    plan = text.split()
-    data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "30522"]
-    assert words == [*model.flags(), *plan, *training.flags(), *data]
-    own = job_flags.words("bert", model.name, "", 2, 8, "fp32", "--data-path 'my text'")
-    common = [*model.flags(), *plan[:-1], *training.flags()]
-    assert own == [*common, "--data-path", "my text"]
+    text = " ".join(model.flags())
+    text += """ --pipeline-schedule 2bw --tensor-model-parallel-size 1
+ --pipeline-model-parallel-size 16 --micro-batch-size 1 --global-batch-size 16
+ --two-bw-correction auto""".replace("\n", "")
+    first = " ".join(training.flags())
+    data = "--mock-data --tokenizer-type NullTokenizer --vocab-size 30522"
+    found = flags_of("bert", model.name, "", "bf16")
+    assert found == f"{text} --bf16 {first} {data}"
+    found = flags_of("bert", model.name, "", "fp32", "--data-path 'my text'")
+    assert found == f"{text} {first} --data-path my text"
 
 
-@pytest.mark.parametrize(
-    "name, ranks, depth",
-    [("gpt-2.2b", 64, 32), ("gpt-3.8b", 64, 16), ("gpt-355m", 7, 1)],
-)
-def test_default_sizes_fill_the_stages(name, ranks, depth):
-    plan = job_flags.default_plan(PRESETS[name], ranks)
-    assert (plan.depth, plan.gpus, plan.microbatches) == (depth, ranks, depth)
-    for other in range(1, ranks + 1):  # the caller may give another depth alone
-        if ranks % other == 0:
-            assert plan.global_batch // (ranks // other) >= other
-
-
-def test_flags_of_a_plan(tmp_path):
+@pytest.fixture
+def plan(tmp_path) -> Path:
     path = tmp_path / "plan.json"
-    path.write_text(json.dumps(PLAN))
-    words = job_flags.words("gpt", "", str(path), 2, 8, "")
-    flags = [*PLAN["run"]["model"], *BEST["flags"], *BEST["training"]]
-    assert words == [*flags, "--mock-data"]
-    saving = job_flags.words(
-        "gpt", "gpt-2.2b", str(path), 2, 8, "fp16", "--data-path a", save=True
-    )
-    assert saving == [*flags, "--save-interval", "20", "--data-path", "a"]
+    path.write_text(json.dumps(yaml.safe_load(PLAN)))
+    return path
 
 
-@pytest.mark.parametrize(
-    "model, plan, nodes, precision, line",
-    [
-        ("gpt-9b", None, 1, "bf16", "MODEL=gpt-9b: "),
-        ("", PLAN, 4, "", "the job has 4 with 8: give sbatch --nodes=2 "),
-        ("", PLAN, 2, "bf16", "is for gpt-2.2b in fp16"),
-        ("", {"plans": []}, 2, "", "holds no plan"),
-    ],
-)
-def test_wrong_variables_are_told_in_one_line(
-    model, plan, nodes, precision, line, tmp_path
-):
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(plan))
-    with pytest.raises(UserError) as error:
-        job_flags.words("gpt", model, str(path) if plan else "", nodes, 8, precision)
-    assert line in str(error.value) and "\n" not in str(error.value)
+def test_flags_of_a_plan(plan):
+    flags = "--num-layers 32 --pipeline-schedule 2bw --fp16 --train-iters 7"
+    assert flags_of("gpt", "", plan, "") == f"{flags} --mock-data"
+    saving = flags_of("gpt", "gpt-2.2b", plan, "fp16", "--data-path a", save=True)
+    assert saving == f"{flags} --save-interval 20 --data-path a"
+
+
+def test_a_plan_is_of_the_jobs_model_and_precision_and_nodes(plan):
+    with pytest.raises(UserError, match="MODEL=gpt-9b: "):
+        flags_of("gpt", "gpt-9b", "", "bf16")
+    with pytest.raises(UserError, match="is for gpt-2.2b in fp16"):
+        flags_of("gpt", "", plan, "bf16")
+    with pytest.raises(UserError, match="the job has 4 with 8: .* --nodes=2 "):
+        flags_of("gpt", "", plan, "", servers=4)
 
 
 SLURM = {
@@ -258,6 +229,11 @@ def srun_words(folder: Path) -> list[str]:
     return (folder / "words").read_text().splitlines()
 
 
+def value(folder: Path, flag: str) -> str:
+    words = srun_words(folder)
+    return words[words.index(flag) + 1]
+
+
 def test_the_callers_flags_win_and_data_args_replace_the_mock_data(tmp_path):
     # sbatch hands SLURM_ARRAY_JOB_ID on to a job that a job of an array submits
     own = dict(SLURM_ARRAY_JOB_ID="5", job="JobId=7 JobState=RUNNING Restarts=0")
@@ -267,14 +243,17 @@ def test_the_callers_flags_win_and_data_args_replace_the_mock_data(tmp_path):
     assert words[-4:] == ["--data-path", "a", "--lr", "1"]
     assert not {"--mock-data", "--bf16"} & {*words}
     for flag in ("--save", "--load"):
-        assert words[words.index(flag) + 1] == f"{tmp_path}/checkpoints/gpt-355m"
-    assert words.count("--save-interval") == 1
-    assert words[words.index("--save-interval") + 1] == "1000"
+        assert value(tmp_path, flag) == f"{tmp_path}/checkpoints/gpt-355m"
+    assert value(tmp_path, "--save-interval") == "1000"
     assert content(tmp_path)["status"] == "completed"
+
+
+def test_a_job_of_gpus_that_saves_nothing(tmp_path):
     batch(tmp_path, SLURM_GPUS_ON_NODE="4", PROCESSES_PER_NODE=None, CHECKPOINTS="none")
-    words = srun_words(tmp_path)
-    assert "--bf16" in words and words[words.index("--nproc-per-node") + 1] == "4"
-    assert not {"--save", "--save-interval"} & {*words}
+    assert value(tmp_path, "--nproc-per-node") == "4"
+    words = {*srun_words(tmp_path)}
+    assert "--bf16" in words
+    assert not {"--save", "--save-interval"} & words
 
 
 def python(folder: Path, line: str) -> str:
@@ -292,7 +271,6 @@ ARRAY = dict(SLURM_ARRAY_JOB_ID="7", job="JobState=RUNNING ArrayJobId=7")
     [
         ((), dict(PROCESSES_PER_NODE=None), "no GPUs in this allocation: "),
         (("--load=x",), {}, "--load: give CHECKPOINTS=folder"),
-        ((), dict(DATA_ARGS="--data-path\n'a"), "DATA_ARGS=--data-path 'a: "),
         ((), ARRAY, "sbatch --array: "),
         ((), dict(PREAMBLE="fails.sh"), "PREAMBLE=fails.sh has ended with status 3"),
     ],
@@ -332,44 +310,24 @@ def test_two_jobs_do_not_save_to_one_folder(tmp_path):
     assert (tmp_path / "asked").read_text() == "x\n" * 3
 
 
-@pytest.mark.parametrize(
-    "job, words, requeued",
-    [
-        ("JobState=RUNNING Reason=None Restarts=0", ["pending"], True),
-        (
-            "JobState=COMPLETING Reason=TimeLimit Restarts=0",
-            ["timeout", "pending"],
-            True,
-        ),
-        ("JobState=COMPLETING Reason=None Restarts=0", ["failed", "failed"], False),
-        ("JobState=COMPLETING Reason=None Restarts=1", ["pending", "pending"], False),
-        ("", ["pending"], True),
-    ],
-    ids=[
-        "the notice of the time limit",
-        "the limit itself",
-        "scancel",
-        "preempted at once",
-        "Slurm does not answer",
-    ],
-)
-def test_a_signal_to_the_batch_shell(job, words, requeued, tmp_path):
+SAVE = """mkdir -p checkpoints/gpt-355m
+echo 5 > checkpoints/gpt-355m/latest_checkpointed_iteration.txt
+kill -USR1 $PPID
+sleep 1"""
+
+
+@pytest.mark.parametrize("case", CASES["signals"].values(), ids=CASES["signals"])
+def test_a_signal_to_the_batch_shell(case, tmp_path):
     """The file is right at once, if the kill comes next."""
-    save_it = (
-        "mkdir -p checkpoints/gpt-355m; echo 5 > "
-        "checkpoints/gpt-355m/latest_checkpointed_iteration.txt"
-    )
-    stubs = dict(
-        srun=f"{save_it}; kill -USR1 $PPID; sleep 1",
-        scancel='echo "scancel $*" >> called',
-    )
-    done = batch(tmp_path, "--exit-signal", "SIGUSR1", job=job, **stubs)
-    history = [entry["status"] for entry in content(tmp_path)["history"]]
-    assert history == ["running", *words], done.stderr
+    stubs = dict(srun=SAVE, scancel='echo "scancel $*" >> called', job=case["job"])
+    done = batch(tmp_path, "--exit-signal", "SIGUSR1", **stubs)
+    words = [entry["status"] for entry in content(tmp_path)["history"]]
+    assert words == ["running", *case["words"]], done.stderr
     called = (tmp_path / "called").read_text()
-    assert ("scontrol requeue 7" in called) == requeued
-    assert ("scancel --signal=SIGUSR1 7" in called) == (words == ["pending"])
-    assert done.returncode == (0 if requeued else 1)
+    assert ("scontrol requeue 7" in called) == case["requeued"]
+    sent = case["words"] == ["pending"]
+    assert ("scancel --signal=SIGUSR1 7" in called) == sent
+    assert done.returncode == (0 if case["requeued"] else 1)
 
 
 def test_outside_the_clone_it_finds_the_installed_package_or_says_where_to_submit(
@@ -383,33 +341,6 @@ def test_outside_the_clone_it_finds_the_installed_package_or_says_where_to_submi
     done = batch(tmp_path, MEGATRON_2BW=None, JOB_PYTHON=python(tmp_path, "exit 1"))
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("submit from the clone or ")
-
-
-def test_a_container_and_a_preamble(tmp_path):
-    """srun has SRUN_ARGS before the command, only the image has PYTHON, all ranks have
-    the preamble's environment."""
-    (tmp_path / "preamble.sh").write_text(
-        'export HF_HOME="$unset/hub"\nfalse\nexport NCCL_DEBUG=WARN\n'
-    )
-    srun_args = (
-        "--container-image=/a/b.sqsh '--container-mounts=/my data:/data' env A=b"
-    )
-    done = batch(
-        tmp_path,
-        srun='echo "$HF_HOME $NCCL_DEBUG" > seen',
-        SRUN_ARGS=srun_args,
-        PREAMBLE="preamble.sh",
-        PYTHON="python-of-the-image",
-        JOB_PYTHON=sys.executable,
-    )
-    assert done.returncode == 0 and not done.stderr
-    assert content(tmp_path)["status"] == "completed"
-    command = ["bash", f"{SCRIPTS}/node.sh", "python-of-the-image"]
-    expected = shlex.split(srun_args) + command
-    words = srun_words(tmp_path)
-    first = words.index(expected[0])
-    assert words[first : first + len(expected)] == expected
-    assert (tmp_path / "seen").read_text() == "/hub WARN\n"
 
 
 def test_one_node_of_a_job_ends_with_its_commands_status_and_with_0_after_a_signal(

@@ -9,7 +9,6 @@ checkpoints.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -17,6 +16,7 @@ import re
 import shlex
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from megatron_2bw.base.errors import (
 from megatron_2bw.base.files import write_whole
 from megatron_2bw.run.flags.plain_torch import PLAIN_TORCH
 from megatron_2bw.run.start.torchrun import log_interval, torchrun
+from megatron_2bw.tools.command_line import TYPES, parser_of
 from megatron_2bw.tools.data.corpus import (
     DEFAULT_MAX_BYTES,
     DEFAULT_VOCAB_SIZE,
@@ -97,11 +98,16 @@ def first_flag(words: Sequence[str], flags: Sequence[str]) -> str | None:
     return next((flag for flag in flags if flag in typed), None)
 
 
-def parse(argv: Sequence[str], prog: str = PROG) -> argparse.Namespace:
+def parse(argv: Sequence[str], prog: str = PROG) -> Namespace:
     """The options, checked; `.flags` are Megatron's and `.variants` maps labels to the
     flags of each."""
     own, flags = split_flags(argv)
-    parser = _parser(prog)
+    types = TYPES | {
+        "variants": names_of([*VARIANTS]),
+        "numbers": numbers,
+        "rates": rates,
+    }
+    parser = parser_of(prog, __file__, types)
     options = parser.parse_args(own)
     megatron = Parser(prog=prog, add_help=False, allow_abbrev=False)
     megatron.add_argument(
@@ -113,106 +119,27 @@ def parse(argv: Sequence[str], prog: str = PROG) -> argparse.Namespace:
     options.sequence = sizes.seq_length
     options.flags = flags
     options.again = shlex.join(["megatron-2bw", "convergence", *argv])
-    options.out = (options.out or Path("out") / "convergence" / options.name).absolute()
+    out = options.out or Path("out/convergence", options.name)
+    options.out = out.absolute()
     flag = first_flag(flags, OWN)
     if flag:
         parser.error(
             f"{flag}: it is set before the --, or by --variant; leave it out after the --"
         )
     options.variants = _variants(parser, options)
-    options.limits = _limits(parser, options)
     return options
 
 
-def _parser(prog: str) -> Parser:
-    parser = Parser(
-        prog=prog,
-        description="Trains one configuration with and without 2BW's late gradients.",
-        allow_abbrev=False,
-        epilog="Words after -- are Megatron's flags for every run. A run that fails "
-        "does not stop the others; "
-        "if the very first does not train, no other is started.",
-    )
-    option = parser.add_argument
-    option(
-        "name", metavar="NAME", help="of the experiment: the folder in out/convergence"
-    )
-    option(
-        "--task", choices=("gpt", "bert"), default="gpt", help="default: %(default)s"
-    )
-    option(
-        "--variants",
-        type=names_of([*VARIANTS]),
-        default=("vanilla", "2bw"),
-        metavar="NAME,...",
-        help=f"of {', '.join(VARIANTS)}",
-    )
-    option(
-        "--variant",
-        action="append",
-        default=[],
-        metavar="LABEL=FLAGS",
-        help='2bw with more flags, or "LABEL=--pipeline-schedule NAME ..."; repeatable',
-    )
-    option(
-        "--seeds",
-        type=numbers,
-        default="1234",
-        metavar="N,...",
-        help="default: %(default)s",
-    )
-    option(
-        "--lr",
-        type=_numbers,
-        default=("3e-4",),
-        metavar="RATE,...",
-        help="learning rates (default: 3e-4)",
-    )
-    option(
-        "--ranks",
-        type=whole(1),
-        default=1,
-        metavar="N",
-        help="processes of a run, as Megatron's flags divide them",
-    )
-    option(
-        "--jobs",
-        type=whole(1),
-        default=1,
-        metavar="J",
-        help="concurrent runs (default: 1)",
-    )
-    option(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="as the entry script's",
-    )
-    option(
-        "--max-gap",
-        type=_numbers,
-        metavar="PERCENT,...",
-        help="exit with 1 if a gap is larger; one, or one for each --lr",
-    )
-    option("--out", type=Path, metavar="DIR", help="default: out/convergence/NAME")
-    option(
-        "--no-defaults",
-        action="store_true",
-        help="only Megatron's flags after --, none of this script's own",
-    )
-    return parser
-
-
-def _numbers(text: str) -> tuple[str, ...]:
+def rates(text: str) -> tuple[str, ...]:
     """A comma-separated list of numbers, as they are typed, for argparse. ValueError
     for others."""
-    numbers = words(text)
-    for number in numbers:
-        float(number)
-    return numbers
+    typed = words(text)
+    for rate in typed:
+        float(rate)
+    return typed
 
 
-def _variants(parser: Parser, options: argparse.Namespace) -> dict[str, list[str]]:
+def _variants(parser: Parser, options: Namespace) -> dict[str, list[str]]:
     """The flags of each variant by its label, vanilla first."""
     variants = {}
     for label in ("vanilla", *options.variants):
@@ -230,20 +157,6 @@ def _variants(parser: Parser, options: argparse.Namespace) -> dict[str, list[str
     return variants
 
 
-def _limits(parser: Parser, options: argparse.Namespace) -> dict[str, float]:
-    """The limit of --max-gap for each learning rate; empty without --max-gap."""
-    if options.max_gap is None:
-        return {}
-    limits = list(map(float, options.max_gap))
-    if len(limits) == 1:
-        limits *= len(options.lr)
-    if len(limits) != len(options.lr):
-        parser.error(
-            f"--max-gap {','.join(options.max_gap)}: give one number, or one for each --lr"
-        )
-    return dict(zip(options.lr, limits))
-
-
 # --- commands
 # --------------------------------------------------------------------------------------
 
@@ -257,7 +170,7 @@ def eval_interval(iterations: int) -> int:
     return interval
 
 
-def defaults(options: argparse.Namespace, flags: Sequence[str]) -> list[str]:
+def defaults(options: Namespace, flags: Sequence[str]) -> list[str]:
     """Default flags; the user's `flags` come later and override them."""
     if options.no_defaults:
         return []
@@ -283,9 +196,7 @@ def defaults(options: argparse.Namespace, flags: Sequence[str]) -> list[str]:
     return words + EVALUATION
 
 
-def command(
-    options: argparse.Namespace, data: Sequence[str], run: Run
-) -> tuple[str, ...]:
+def command(options: Namespace, data: Sequence[str], run: Run) -> tuple[str, ...]:
     """The command of a run: torchrun, the entry script, the defaults, the user's flags,
     the variant's."""
     flags = [*options.flags, *options.variants[run.variant]]
@@ -304,13 +215,7 @@ def command(
     )
 
 
-def takes_corpus(options: argparse.Namespace) -> bool:
-    """Whether the user has left data and tokenizer to this script."""
-    data = first_flag(options.flags, OWN_DATA + SPLIT_DATA)
-    return not options.no_defaults and not data
-
-
-def built_in(options: argparse.Namespace) -> list[str]:
+def built_in(options: Namespace) -> list[str]:
     """The flags of the built-in corpus, built at the first call; none if the user has
     data or a tokenizer.
 
@@ -318,7 +223,7 @@ def built_in(options: argparse.Namespace) -> list[str]:
     The data preparation writes the .idx last, so all is there if it is; a call that was
     ended can be repeated.
     """
-    if not takes_corpus(options):
+    if options.no_defaults or first_flag(options.flags, OWN_DATA + SPLIT_DATA):
         return []
     corpus = build_corpus()
     if options.task == "gpt":
@@ -347,7 +252,7 @@ def _prepare_sentences(text: Path, prefix: Path) -> None:
         raise UserError(f"--task bert: no data in {text.parent}, see above")
 
 
-def grid(options: argparse.Namespace, data: Sequence[str]) -> list[Run]:
+def grid(options: Namespace, data: Sequence[str]) -> list[Run]:
     """All runs, ordered for early comparisons: seed by seed, vanilla first."""
     runs = []
     cases = itertools.product(options.seeds, options.lr, options.variants)

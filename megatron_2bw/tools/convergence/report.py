@@ -26,11 +26,13 @@ from megatron_2bw.base.errors import UserError
 STARTED = "convergence.py: started"
 
 Points = list[list[float]]  # [iteration, loss]
-# of (lr, variant, seed): what result.json holds
-Results = Mapping[tuple[str, str, int], dict[str, Any]]
+Result = dict[str, Any]  # what result.json holds
+Figures = dict[str, Any]  # of several results
+# of (lr, variant, seed)
+Results = Mapping[tuple[str, str, int], Result]
 
 
-def parse_log(text: str) -> dict[str, Any]:
+def parse_log(text: str) -> Result:
     """{"training": Points, "validation": Points} of a run's attempts.
 
     A training loss is the mean of the iterations since the point before. The next
@@ -38,8 +40,8 @@ def parse_log(text: str) -> dict[str, Any]:
     the attempt before. A line without a loss gives nan. Where all steps since the line
     before were skipped, the loss stays what it was, as the weights do.
     """
-    training: Points = []
-    validation: dict[int, float] = {}
+    training = []
+    validation = {}
     for attempt in text.split(STARTED):
         lines = list(run_log.training(attempt))
         if lines:
@@ -60,7 +62,7 @@ def parse_log(text: str) -> dict[str, Any]:
     return {"training": training, "validation": list(map(list, validation.items()))}
 
 
-def outcome(text: str, code: int, iterations: int) -> dict[str, Any]:
+def outcome(text: str, code: int, iterations: int) -> Result:
     """The content of result.json for a run that ended with this log and exit code,
     without its command.
 
@@ -96,7 +98,7 @@ def number(loss: float | None) -> float:
     return math.nan if loss is None else loss
 
 
-def spread(by_seed: dict[int, float]) -> dict[str, Any]:
+def spread(by_seed: dict[int, float]) -> Figures:
     """{"by_seed", "mean", "sd"}: the sample standard deviation, nan of fewer than two;
     a mean of none is nan."""
     values = list(by_seed.values())
@@ -111,9 +113,7 @@ def percent(loss: float, reference: float) -> float:
     return 100 * (loss - reference) / reference
 
 
-def summarize(
-    results: Results, lr: str, variant: str, seeds: Sequence[int]
-) -> dict[str, Any]:
+def summarize(results: Results, lr: str, variant: str, seeds: Sequence[int]) -> Figures:
     """The figures of a variant at a learning rate, from the seeds that have results.
 
     A diverged run has an infinite loss. A gap needs both runs of a seed, and a vanilla
@@ -142,22 +142,19 @@ def summarize(
     }
 
 
-def validated(result: dict[str, Any]) -> float:
+def validated(result: Result) -> float:
     """The final validation loss; infinite if the run diverged."""
     return math.inf if result["diverged"] else result["validation"][-1][1]
 
 
-def too_large(
-    rows: Sequence[dict[str, Any]], limits: Mapping[str, float], seeds: int
-) -> list[str]:
-    """A line for each variant and rate whose mean gap is above the rate's limit, or
-    unknown for some seed."""
+def too_large(rows: Sequence[Figures], limit: float, seeds: int) -> list[str]:
+    """A line for each variant and rate whose mean gap is above the limit, or unknown
+    for some seed."""
     lines = []
     for row in rows:
         if row["variant"] == "vanilla":
             continue
         gap = row["gap_percent"]
-        limit = limits[row["lr"]]
         begin = f"{row['variant']} at lr {row['lr']}: the gap"
         if len(gap["by_seed"]) < seeds:
             lines.append(f"{begin} is known for {len(gap['by_seed'])} of {seeds} seeds")
@@ -170,7 +167,7 @@ def too_large(
 # --------------------------------------------------------------------------------------
 
 
-def markdown(facts: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
+def markdown(facts: Sequence[str], rows: Sequence[Figures]) -> str:
     """report.md: what was run, a table for each learning rate, the picture."""
     lines = [*facts, ""]
     for lr, own in itertools.groupby(rows, operator.itemgetter("lr")):
@@ -186,13 +183,13 @@ Means over the seeds ± sample standard deviation. Gap: validation loss above va
 the same initial weights, batches and validation samples.""".splitlines()
 
 
-def _row(row: dict[str, Any]) -> str:
+def _row(row: Figures) -> str:
     loss = shown(row["validation_loss"], ".4f")
     gap = "" if row["variant"] == "vanilla" else shown(row["gap_percent"], "+.2f")
     return f"| {row['variant']} | {loss} | {gap} |"
 
 
-def shown(figure: dict[str, Any], form: str) -> str:
+def shown(figure: Figures, form: str) -> str:
     """A mean, with the standard deviation if there is one."""
     mean = figure["mean"]
     if math.isnan(mean):

@@ -10,8 +10,7 @@ out/convergence/NAME/runs, with its log. Words after -- are Megatron's flags for
 runs and override the defaults: a GPT of 5.3 million parameters on the built-in corpus.
 runs.json, curves.png and report.md are rewritten after each run. If the script ends
 early, the same command runs what is missing; with --save-interval N after -- a run
-continues from its checkpoint. A run that fails does not stop the others; if the very
-first run does not train, no other is started.
+continues from its checkpoint. A run that fails does not stop the others.
 
 Invariant: result.json in a run's folder is of a run that ended normally, with the last
 command in its log; no run is compared with one of another command.
@@ -19,19 +18,16 @@ command in its log; no run is compared with one of another command.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import json
-import math
-import os
 import shlex
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -39,19 +35,19 @@ from megatron_2bw.base import run_log
 from megatron_2bw.base.errors import UserError, file_errors, run_program
 from megatron_2bw.base.files import set_aside, write_json, write_whole
 from megatron_2bw.base.processes import stop_tree
-from megatron_2bw.run.start.torchrun import ROOT, environment, start
+from megatron_2bw.run.start.torchrun import ROOT, start
 from megatron_2bw.tools.convergence.options import (
     PROG,
     Run,
     built_in,
-    defaults,
     grid,
     parse,
-    takes_corpus,
 )
 from megatron_2bw.tools.convergence.plot import draw
 from megatron_2bw.tools.convergence.report import (
     STARTED,
+    Figures,
+    Result,
     markdown,
     number,
     outcome,
@@ -60,8 +56,8 @@ from megatron_2bw.tools.convergence.report import (
     validated,
 )
 
-EVERY = 5.0  # seconds between two lines of a run
-POLL = 0.2  # seconds between two looks at the runs
+EVERY = 5.0  # seconds between two looks at the log of a run
+POLL = 0.2  # seconds between two looks at the processes
 
 say = functools.partial(print, flush=True)
 
@@ -76,8 +72,8 @@ def portable(words: Sequence[str]) -> list[str]:
     at = list(words).index("--nproc-per-node") + 2  # the entry script
     command = ["python", *words[1:at], Path(words[at]).name]
     for word in words[at + 1 :]:
-        word = word.replace(f"{ROOT}/", "").replace(str(Path.home()), "~")
-        command.append(word)
+        word = word.replace(f"{ROOT}/", "")
+        command.append(word.replace(str(Path.home()), "~"))
     return command
 
 
@@ -86,7 +82,7 @@ def last_attempt(run: Run) -> str:
     return run.log.read_text(errors="replace").rpartition(STARTED)[2]
 
 
-def result_of(run: Run) -> dict[str, Any] | None:
+def result_of(run: Run) -> Result | None:
     """The stored result. Raises UserError if it, or the checkpoints to continue from,
     are of another command."""
     path = run.folder / "result.json"
@@ -107,35 +103,22 @@ def result_of(run: Run) -> dict[str, Any] | None:
 class Job:
     """A run's process, which writes the log."""
 
-    def __init__(self, run: Run, gpus: dict[str, str]):
+    def __init__(self, run: Run):
         run.folder.mkdir(parents=True, exist_ok=True)
         if not run.checkpoints.exists():  # it starts again, perhaps with other flags
             set_aside(run.log)
         self.run = run
         self.iteration = 0
-        self.loss = math.nan
-        self.said = 0.0
+        self.looked = 0.0
         self._begun = time.monotonic()
         with open(run.log, "a") as log:
             log.write(f"\n{STARTED} {shlex.join(run.command)}\n")
             log.flush()
-            self._size = log.tell()
-            self.process = start(run.command, log, env=environment(**gpus))
+            self.process = start(run.command, log)
 
     @property
     def seconds(self) -> int:
         return round(time.monotonic() - self._begun)
-
-    def read(self) -> bool:
-        """Read the log if it has grown. Returns whether it reports a new iteration."""
-        before = self.iteration
-        size = self.run.log.stat().st_size
-        if size > self._size:
-            self._size = size
-            for line in run_log.training(last_attempt(self.run)):
-                self.iteration = line.iteration
-                self.loss = number(line.loss)
-        return self.iteration != before
 
 
 @dataclass
@@ -144,21 +127,25 @@ class Board:
 
     runs: list[Run]
     iterations: int
-    results: dict[Run, dict[str, Any]] = field(default_factory=dict)
+    results: dict[Run, Result] = field(default_factory=dict)
     failures: dict[Run, str] = field(default_factory=dict)
 
     def say(self, run: Run, text: str) -> None:
-        say(f"[{self.runs.index(run) + 1}/{len(self.runs)}] {run.title}: {text}")
+        number = self.runs.index(run) + 1
+        say(f"[{number}/{len(self.runs)}] {run.title}: {text}")
 
     def progress(self, job: Job) -> None:
         """[3/30] 2bw lr 3e-3 seed 1235: iteration 250/1500, loss 4.512, 130 s"""
-        if not job.read():
-            return
         now = time.monotonic()
-        if now - job.said >= EVERY or job.iteration == self.iterations:
-            job.said = now
+        if now - job.looked < EVERY:
+            return
+        job.looked = now
+        lines = list(run_log.training(last_attempt(job.run)))
+        if lines and lines[-1].iteration != job.iteration:
+            job.iteration = lines[-1].iteration
             progress = f"iteration {job.iteration}/{self.iterations}"
-            self.say(job.run, f"{progress}, loss {job.loss:.3f}, {job.seconds} s")
+            loss = number(lines[-1].loss)
+            self.say(job.run, f"{progress}, loss {loss:.3f}, {job.seconds} s")
 
     def finish(self, job: Job, code: int) -> None:
         """Store a run's result, or report why there is none."""
@@ -177,12 +164,7 @@ class Board:
             loss = f"validation loss {validated(result):.4f}"
         self.say(run, f"ended after {job.seconds} s, {loss}")
 
-    def shared_failure(self, job: Job) -> bool:
-        """Whether the only run that has ended did not train: the cause is one that all
-        runs share."""
-        return len(self.failures) == 1 and not self.results and not job.iteration
-
-    def entry(self, run: Run, out: Path) -> dict[str, Any]:
+    def entry(self, run: Run, out: Path) -> Result:
         """What runs.json holds of a run."""
         entry = {
             "variant": run.variant,
@@ -195,52 +177,30 @@ class Board:
         return entry | result | {"command": portable(run.command)}
 
 
-def gpus_of(slot: int, options: argparse.Namespace) -> dict[str, str]:
-    """The environment of the slot-th of the concurrent runs, which share the GPUs."""
-    if options.jobs == 1 or options.device == "cpu":
-        return {}
-    import torch
-
-    count = torch.cuda.device_count()
-    if count <= options.ranks:
-        return {}
-    every = ",".join(map(str, range(count)))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
-    first = slot * options.ranks
-    own = itertools.islice(itertools.cycle(visible), first, first + options.ranks)
-    return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
-
-
-def train(board: Board, options: argparse.Namespace) -> None:
+def train(board: Board, options: Namespace) -> None:
     """Run what is missing, `options.jobs` at a time, and write the report after each.
     Failures are on the board."""
     waiting = [run for run in board.runs if run not in board.results]
-    jobs: dict[int, Job] = {}
+    jobs = []
     try:
         while waiting or jobs:
             # The next starts when the others train: runs with the same seed write the
             # same index of the data.
-            trains = all(job.iteration for job in jobs.values())
+            trains = all(job.iteration for job in jobs)
             if waiting and trains and len(jobs) < options.jobs:
-                slot = min(set(range(options.jobs)) - set(jobs))
-                jobs[slot] = Job(waiting.pop(0), gpus_of(slot, options))
-                board.say(jobs[slot].run, "starts")
-            for slot, job in list(jobs.items()):
+                run = waiting.pop(0)
+                board.say(run, "starts")
+                jobs.append(Job(run))
+            for job in list(jobs):
                 code = job.process.poll()
                 board.progress(job)
-                if code is None:
-                    continue
-                del jobs[slot]
-                board.finish(job, code)
-                if waiting and not jobs and board.shared_failure(job):
-                    say(
-                        f"{PROG}: no other run is started, for the first has not trained"
-                    )
-                    waiting.clear()
-                report(board, options)
+                if code is not None:
+                    jobs.remove(job)
+                    board.finish(job, code)
+                    report(board, options)
             time.sleep(POLL)
     finally:
-        for job in jobs.values():
+        for job in jobs:
             stop_tree(job.process, 5)
 
 
@@ -248,7 +208,7 @@ def train(board: Board, options: argparse.Namespace) -> None:
 # --------------------------------------------------------------------------------------
 
 
-def report(board: Board, options: argparse.Namespace) -> list[dict[str, Any]]:
+def report(board: Board, options: Namespace) -> list[Figures]:
     """Write runs.json, curves.png and report.md from the results so far. Returns a row
     for each (lr, variant)."""
     results = {}
@@ -279,11 +239,9 @@ def report(board: Board, options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def facts(board: Board, options: argparse.Namespace) -> list[str]:
+def facts(board: Board, options: Namespace) -> list[str]:
     """What was run, for report.md."""
     seeds = ", ".join(map(str, options.seeds))
-    flags = shlex.join(defaults(options, options.flags)) or "nothing"
-    corpus = ", the built-in corpus and its tokenizer" if takes_corpus(options) else ""
     lines = [
         f"# Convergence: {options.name}",
         "",
@@ -293,7 +251,6 @@ def facts(board: Board, options: argparse.Namespace) -> list[str]:
         "",
         f"    {options.again}",
         "",
-        f"- of this script: `{flags}`{corpus}",
     ]
     for label, words in options.variants.items():
         lines.append(f"- **{label}**: `{shlex.join(words)}`")
@@ -302,7 +259,7 @@ def facts(board: Board, options: argparse.Namespace) -> list[str]:
     return lines
 
 
-def work(options: argparse.Namespace) -> int:
+def work(options: Namespace) -> int:
     with file_errors(f"--out {options.out}"):
         options.out.mkdir(parents=True, exist_ok=True)
     try:
@@ -321,22 +278,23 @@ def work(options: argparse.Namespace) -> int:
         rows = report(board, options)
         curves = "curves.png " if board.results else ""
         say(f"{PROG}: wrote report.md, {curves}and runs.json in {options.out}")
+        limit = options.max_gap
         lines = []
-        if options.limits:
-            lines = too_large(rows, options.limits, len(options.seeds))
+        if limit is not None:
+            lines = too_large(rows, limit, len(options.seeds))
         for line in lines:
             print(f"{PROG}: {line}", file=sys.stderr)
         if lines or board.failures:
             return 1
-        if options.limits:
-            say(f"{PROG}: --max-gap {','.join(options.max_gap)} holds")
+        if limit is not None:
+            say(f"{PROG}: --max-gap {limit:g} holds")
         return 0
 
 
-def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
+def main(argv: Sequence[str], prog: str = PROG) -> int:
     """The exit code: 0, 1 if a run failed or a gap is too large, 2 for a wrong option,
     130 if interrupted."""
-    options = parse(sys.argv[1:] if argv is None else argv, prog)
+    options = parse(argv, prog)
     return run_program(
         PROG, lambda: work(options), "the same command continues from here"
     )

@@ -28,8 +28,9 @@ def merged(read: Read, name: str, args: Namespace) -> torch.Tensor:
     weight = read(name)
     a = read(matrix(name, "a")).float()
     b = read(matrix(name, "b")).float()
-    scale = args.lora_alpha / args.lora_rank
-    return weight.float().addmm_(b, a, alpha=scale).to(weight.dtype)
+    whole = weight.float()
+    whole.addmm_(b, a, alpha=args.lora_alpha / args.lora_rank)
+    return whole.to(weight.dtype)
 
 
 def write(
@@ -55,7 +56,9 @@ def write(
             tensors[f"base_model.model.{path}.lora_B.weight"] = b
             *parents, module = path.split(".")
             # a head has a layer `dense`, too
-            modules.add(f"{parents[-1]}.{module}" if module == "dense" else module)
+            if module == "dense":
+                module = f"{parents[-1]}.dense"
+            modules.add(module)
     hugging_face_folder.write(folder, tensors.items())
     (folder / hugging_face_folder.SINGLE).rename(folder / "adapter_model.safetensors")
     (folder / "config.json").unlink()  # it is of the model, which is not here

@@ -1,12 +1,12 @@
-"""megatron-2bw convert: its command line, which is checked before torch is imported;
-`work.py` converts."""
+"""megatron-2bw convert: its command line (convert_command.yaml), which is checked
+before torch is imported; `work.py` converts."""
 
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from pathlib import Path
 
-from megatron_2bw.base.errors import Parser, usage_error, whole
+from megatron_2bw.base.errors import Parser, usage_error
 from megatron_2bw.mcore.checkpoints.folder import TRACKER
+from megatron_2bw.tools.command_line import add_flags, table_of
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -28,73 +28,11 @@ def main(argv: Sequence[str], prog: str) -> int:
 
 
 def _parser(prog: str) -> ArgumentParser:
-    parser = Parser(
-        prog,
-        description="Models of Hugging Face in Megatron, and back.",
-        allow_abbrev=False,
-    )
+    description = "Models of Hugging Face in Megatron, and back."
+    parser = Parser(prog, description=description, allow_abbrev=False)
     parser.set_defaults(like=None)
     directions = parser.add_subparsers(dest="direction", required=True)
-
-    group = directions.add_parser(
-        "import", help="HF_DIR --save CKPT", allow_abbrev=False
-    )
-    option = group.add_argument
-    option(
-        "source", type=Path, metavar="HF_DIR", help="with config.json and *.safetensors"
-    )
-    option(
-        "--save",
-        type=Path,
-        required=True,
-        metavar="CKPT",
-        help="a folder without a checkpoint",
-    )
-    option(
-        "--seq-length",
-        type=whole(1),
-        help="of the samples (default: the model's, at most 4096)",
-    )
-    option(
-        "--make-vocab-size-divisible-by",
-        type=whole(1),
-        default=1,
-        metavar="N",
-        help="as Megatron's (default: 1)",
-    )
-
-    group = directions.add_parser(
-        "export", help="CKPT --out HF_DIR", allow_abbrev=False
-    )
-    option = group.add_argument
-    option(
-        "source",
-        type=Path,
-        metavar="CKPT",
-        help="a run's --save, or one checkpoint in it",
-    )
-    option(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="HF_DIR",
-        help="a folder that does not exist",
-    )
-    option(
-        "--ckpt-step",
-        type=whole(1),
-        metavar="N",
-        help="the iteration (default: the latest)",
-    )
-    option(
-        "--like",
-        type=Path,
-        metavar="HF_DIR",
-        help="take config.json and tokenizer from there",
-    )
-    option(
-        "--merge",
-        action="store_true",
-        help="of adapters: the whole model with them (default: a folder of peft)",
-    )
+    for name, content in table_of(__file__).items():
+        group = directions.add_parser(name, help=content["help"], allow_abbrev=False)
+        add_flags(group, content["flags"])
     return parser

@@ -97,7 +97,8 @@ def to_hugging_face(
         size = model.head_size
         queries = model.heads // model.groups * size
         grouped = whole.unflatten(0, (model.groups, -1))
-        parts = [p.flatten(0, 1) for p in grouped.split([queries, size, size], dim=1)]
+        split = grouped.split([queries, size, size], dim=1)
+        parts = [part.flatten(0, 1) for part in split]
         if count == 1:
             parts = [torch.cat(parts)]
     else:

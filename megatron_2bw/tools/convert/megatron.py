@@ -112,7 +112,8 @@ def _function(args: Namespace) -> dict[str, Any]:
     except (AssertionError, ValueError) as error:
         return {"error": str(error)}
     fields = {"task": args.task, "bert_binary_head": args.bert_binary_head}
-    for name, value in (vars(config) | vars(config.transformer)).items():
+    known = vars(config) | vars(config.transformer)
+    for name, value in known.items():
         free = any(fnmatchcase(name, pattern) for pattern in _FREE)
         if name in _ROUTING or not free:
             fields[name] = value

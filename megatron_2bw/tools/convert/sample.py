@@ -6,71 +6,16 @@ transformers and the servers that read its format.
 """
 
 import re
-from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from megatron_2bw.base.errors import Parser, UserError, file_errors, usage_error, whole
-
-
-def _parser(prog: str) -> ArgumentParser:
-    example = f"{prog} checkpoints --prompt 'The pipeline' --tokens 50"
-    parser = Parser(
-        prog,
-        description=f"Text from a checkpoint of a GPT. Example: {example}",
-        allow_abbrev=False,
-    )
-    option = parser.add_argument
-    option(
-        "source",
-        type=Path,
-        metavar="CKPT",
-        help="a run's --save, or one checkpoint in it",
-    )
-    option(
-        "--prompt",
-        required=True,
-        help="the beginning; with NullTokenizer numbers of tokens",
-    )
-    option(
-        "--tokens",
-        type=whole(1),
-        default=50,
-        metavar="N",
-        help="how many at most (default: %(default)s)",
-    )
-    option(
-        "--temperature",
-        type=float,
-        default=1.0,
-        help="0: always the likeliest token (default: %(default)s)",
-    )
-    option("--top-k", type=whole(1), metavar="K", help="of the K likeliest tokens only")
-    option("--seed", type=whole(0), default=1, metavar="N", help="default: %(default)s")
-    option(
-        "--ckpt-step",
-        type=whole(1),
-        metavar="N",
-        help="the iteration (default: the latest)",
-    )
-    option(
-        "--trust-remote-code",
-        action="store_true",
-        help="run the Python of the tokenizer's folder",
-    )
-    option(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="default: a GPU if there is one",
-    )
-    return parser
+from megatron_2bw.base.errors import UserError, file_errors, usage_error
+from megatron_2bw.tools.command_line import parser_of
 
 
 def main(argv: Sequence[str], prog: str) -> int:
     """Print the prompt and what the model continues it with."""
-    options = _parser(prog).parse_args(argv)
+    options = parser_of(prog, __file__).parse_args(argv)
     if not options.source.is_dir():
         usage_error(prog, f"{options.source}: there is no such folder")
     import torch
@@ -124,7 +69,8 @@ def generate(
     text = list(prompt)
     with torch.inference_mode():
         for _ in range(options.tokens):
-            last = logits(torch.tensor([text[-limit:]], device=device))[0, -1].float()
+            tokens = torch.tensor([text[-limit:]], device=device)
+            last = logits(tokens)[0, -1].float()
             if options.temperature == 0:
                 token = int(last.argmax())
             else:

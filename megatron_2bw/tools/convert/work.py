@@ -126,7 +126,8 @@ def export_model(options: Namespace) -> int:
     like = options.like or (args.tokenizer_model and Path(args.tokenizer_model))
     checkpoint = parameters.Checkpoint(folder, args)
     alone = args.lora_rank and not options.merge
-    temporary = options.out.with_name(f".{options.out.name}.{uuid.uuid4().hex}")
+    name = f".{options.out.name}.{uuid.uuid4().hex}"
+    temporary = options.out.with_name(name)
     try:
         temporary.mkdir(parents=True)
         if like and like.is_dir():

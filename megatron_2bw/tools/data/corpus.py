@@ -41,7 +41,7 @@ class Corpus:
     tokenizer."""
 
     prefix: Path
-    tokenizer: Path
+    tokenizer: Path | str
 
     def flags(self) -> list[str]:
         """The Megatron flags that train on this corpus."""

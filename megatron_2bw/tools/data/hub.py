@@ -107,7 +107,8 @@ def holds_array(file: str) -> bool:
         _one_line(f"--input {file}"),
         fsspec.open(file, "rb", compression="infer") as stream,
     ):
-        return stream.read(1000).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+        begin = stream.read(1000).removeprefix(b"\xef\xbb\xbf")
+        return begin.lstrip().startswith(b"[")
 
 
 @contextlib.contextmanager
@@ -120,5 +121,6 @@ def _one_line(begin: str) -> Iterator[None]:
     # of transformers, huggingface_hub, tokenizers, datasets, pyarrow
     except Exception as error:
         text = str(error.__cause__ or error).split("Exception: ")[-1].strip()
-        reason = (text or type(error).__name__).splitlines()[0].rstrip(".")
+        line, *_ = (text or type(error).__name__).splitlines()
+        reason = line.rstrip(".")
         raise UserError(f"{begin}: cannot be loaded, {reason}") from error

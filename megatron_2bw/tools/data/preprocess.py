@@ -115,7 +115,8 @@ def _work(options: Namespace, folder: Path) -> None:
     except multiprocess.TimeoutError as error:
         raise error.__context__ or error from None
     counts = Counter()
-    counts.update(write(folder / "data", encoder.dtype, _drained(parts, counts)))
+    documents = _drained(parts, counts)
+    counts.update(write(folder / "data", encoder.dtype, documents))
     if not counts["documents"]:
         for part in folder.glob("tokens-*"):
             part.unlink()
@@ -141,7 +142,7 @@ def _new_tokenizer(options: Namespace, sources: list[Source], folder: Path) -> s
     shutil.rmtree(place, ignore_errors=True)
     cased = options.cased
     if options.vocab_file:
-        vocabulary.from_files(place, options.vocab_file, options.merge_file, cased)
+        vocabulary.from_file(place, options.vocab_file, cased)
         return str(place)
     size = sum(source.rows.data.nbytes for source in sources)
     limit = options.train_tokenizer_mb * 1e6
@@ -188,7 +189,8 @@ def _tokenized(
         _bind_children()
     for number in range(count):
         first = rows * number // count
-        part = source.rows.select(range(first, rows * (number + 1) // count))
+        end = rows * (number + 1) // count
+        part = source.rows.select(range(first, end))
         yield part.map(
             functools.partial(_tokenize, source, encoder, first),
             with_indices=True,

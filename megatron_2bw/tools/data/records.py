@@ -13,16 +13,15 @@ _ALPACA = (
     "appropriately completes the request."
 )
 _PAIRED = ", paired with an input that provides further context"
-# of ShareGPT
+# the last is OpenAI's of before, the others are ShareGPT's
 _ROLES = {
     "human": "user",
     "gpt": "assistant",
     "function_call": "assistant",
     "observation": "tool",
+    "function": "tool",
 }
-_ROLES |= {role: role for role in ("user", "assistant", "system", "tool")}
-# the last as OpenAI named it before
-_OTHER_ROLES = {"human": "user", "gpt": "assistant", "function": "tool"}
+_KNOWN = ("user", "assistant", "system", "tool")
 _MASKS = (
     "weight loss_mask loss train training trainable train_on_turn train_detail".split()
 )  # of a message that the model does not learn
@@ -40,15 +39,20 @@ class Turn(NamedTuple):
 def chat(record: dict) -> list[Turn] | None:
     """The messages of a chat; None for a plain form."""
     form = "messages" if record.get("messages") is not None else "conversations"
-    messages = record.get(form)
-    if messages is None:
+    if record.get(form) is None:
         return None
-    turns = [_turn(each, f"{form}[{number}]") for number, each in enumerate(messages)]
+    turns = []
+    for number, entry in enumerate(record[form]):
+        try:
+            turns.append(_turn(entry))
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            reason = error if type(error) is ValueError else repr(error)
+            raise ValueError(f"{form}[{number}]: {reason}") from error
     system = record.get("system")
     if not system:
         return turns
     if not turns or turns[0].message["role"] != "system":
-        return [_turn({"role": "system", "content": system}, "system"), *turns]
+        return [_turn({"role": "system", "content": system}), *turns]
     if turns[0].message["content"] != system:
         raise ValueError(
             f"system and {form}[0] are different system prompts: leave one out"
@@ -56,12 +60,7 @@ def chat(record: dict) -> list[Turn] | None:
     return turns
 
 
-def _turn(entry: Any, where: str) -> Turn:
-    """`where`: for errors."""
-    if not isinstance(entry, dict) or not (entry.get("role") or entry.get("from")):
-        raise ValueError(
-            f"{where} has no role: give role and content, or from and value"
-        )
+def _turn(entry: dict) -> Turn:
     # templates take null for a value
     message = {name: value for name, value in entry.items() if value is not None}
     learned = True
@@ -69,61 +68,47 @@ def _turn(entry: Any, where: str) -> Turn:
         value = message.pop(name, 1)
         if value not in (0, 1):
             raise ValueError(
-                f"{where}.{name} is {value!r}: give 0 (the model does not learn it) or 1"
+                f"{name} is {value!r}: give 0 (the model does not learn it) or 1"
             )
         learned = learned and bool(value)
     sender = message.pop("from", None)
     if sender:
-        if sender not in _ROLES:
-            raise ValueError(f"{where}.from is {sender}: give {', '.join(_ROLES)}")
-        message["role"] = _ROLES[sender]
         field = "function_call" if sender == "function_call" else "content"
         message[field] = message.pop("value", None)
-    role = message["role"]
-    message["role"] = _OTHER_ROLES.get(role, role)
-    _add_calls(message, where)
-    _join_content(message, where)
+    role = sender or message.get("role")
+    if not role:
+        raise ValueError("it has no role: give role and content, or from and value")
+    message["role"] = _ROLES.get(role, role)
+    if sender and message["role"] not in _KNOWN:
+        raise ValueError(f"from is {sender}: give {', '.join(_ROLES)}")
+    calls = _calls(message)
+    if calls:
+        message["tool_calls"] = calls
+    content = message.get("content", "" if calls else None)
+    if isinstance(content, list):  # parts
+        message["content"] = "".join(part["text"] for part in content)
+    elif not isinstance(content, str):
+        raise ValueError(
+            f"it has {type(content).__name__} as its content: give a string, or tool_calls"
+        )
     return Turn(message, learned)
 
 
-def _join_content(message: dict, where: str) -> None:
-    """Make a text of a content in parts."""
-    content = message.get("content", "" if message.get("tool_calls") else None)
-    if isinstance(content, list):
-        try:
-            message["content"] = "".join(part["text"] for part in content)
-        except (TypeError, LookupError):
-            raise ValueError(
-                f"{where}.content has a part that is no text: the model learns parts of "
-                "text only"
-            ) from None
-    elif not isinstance(content, str):
-        raise ValueError(
-            f"{where} has {type(content).__name__} as its content: give a string, or tool_calls"
-        )
-
-
-def _add_calls(message: dict, where: str) -> None:
-    """Give the message its calls of functions as chat templates take them: arguments as
-    an object, not as JSON."""
+def _calls(message: dict) -> list[dict]:
+    """The message's calls of functions, which it loses, as chat templates take them:
+    arguments as an object, not as JSON."""
+    calls = message.pop("tool_calls", [])
+    # one call, or in ShareGPT perhaps several, as JSON
+    if "function_call" in message:
+        one = _parsed(message.pop("function_call"))
+        calls = calls + (one if isinstance(one, list) else [one])
     made = []
-    try:
-        calls = message.pop("tool_calls", [])
-        # one call, or in ShareGPT perhaps several, as JSON
-        if "function_call" in message:
-            one = _parsed(message.pop("function_call"))
-            calls = calls + (one if isinstance(one, list) else [one])
-        for call in calls:
-            function = call.get("function") or call
-            arguments = _parsed(function["arguments"])
-            function = {"name": function["name"], "arguments": arguments}
-            made.append({**call, "type": "function", "function": function})
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ValueError(
-            f"{where}: a call of a function must have name and arguments, in JSON"
-        ) from error
-    if made:
-        message["tool_calls"] = made
+    for call in calls:
+        function = call.get("function") or call
+        arguments = _parsed(function["arguments"])
+        function = {"name": function["name"], "arguments": arguments}
+        made.append({**call, "type": "function", "function": function})
+    return made
 
 
 def _parsed(value: Any) -> Any:

@@ -133,12 +133,8 @@ def open_sources(options: Namespace, cache: Path) -> Iterator[Source]:
 
 def _form(options: Namespace, file: str) -> tuple[str, str]:
     """The form of the rows of a file, and its name if it is a source by itself."""
-    if options.input_format == "auto":
-        endings = Path(file.lower()).suffixes[-2:]
-        is_json = not _JSON.isdisjoint(endings)
-    else:
-        is_json = options.input_format == "jsonl"
-    if not is_json and options.task != "sft":
+    endings = Path(file.lower()).suffixes[-2:]  # the last may be that of a compression
+    if options.task != "sft" and _JSON.isdisjoint(endings):
         return options.text_documents, ""
     return ("array", file) if hub.holds_array(file) else ("jsonl", "")
 

@@ -123,19 +123,13 @@ def _wordpiece(
     return tokenizer
 
 
-def from_files(folder: Path, vocab: Path, merges: Path | None, cased: bool) -> None:
-    """Save the tokenizer of BERT's vocab.txt, or of GPT-2's vocab.json and merges.txt,
-    as transformers has it."""
-    from transformers import BertTokenizer, GPT2Tokenizer
+def from_file(folder: Path, vocab: Path, cased: bool) -> None:
+    """Save the tokenizer of BERT's vocab.txt as transformers has it."""
+    from transformers import BertTokenizer
 
-    with file_errors("--vocab-file or --merge-file"):
-        for path in filter(None, (vocab, merges)):
-            path.read_text("utf-8")
-    if merges:
-        tokenizer = GPT2Tokenizer(str(vocab), str(merges))
-    else:
-        tokenizer = BertTokenizer(str(vocab), do_lower_case=not cased)
-    tokenizer.save_pretrained(folder)
+    with file_errors(f"--vocab-file {vocab}"):
+        vocab.read_text("utf-8")
+    BertTokenizer(str(vocab), do_lower_case=not cased).save_pretrained(folder)
 
 
 def save(folder: Path, tokenizer: Tokenizer, special: dict[str, str]) -> None:

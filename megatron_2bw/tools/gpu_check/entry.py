@@ -51,20 +51,19 @@ def train(
 
     from megatron_2bw.run.start.launch import launch
 
-    def observed(function: Callable, observe: Callable[[tuple], object]) -> Callable:
+    def observe(name: str, tell: Callable[[tuple], object]) -> None:
+        """Let `tell` see what a function of Megatron's returns."""
+        function = getattr(training, name)
+
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> tuple:
             result = function(*args, **kwargs)
-            observe(result)
+            tell(result)
             return result
 
-        return call
+        setattr(training, name, call)
 
-    training.setup_model_and_optimizer = observed(
-        training.setup_model_and_optimizer, lambda result: after_setup(*result[:2])
-    )
-    training.train_step = observed(
-        training.train_step, lambda result: after_step(result[0])
-    )
+    observe("setup_model_and_optimizer", lambda result: after_setup(*result[:2]))
+    observe("train_step", lambda result: after_step(result[0]))
     sys.argv = [f"pretrain_{task}_2bw.py", *argv]
     launch(f"megatron_2bw.run.tasks.{task}")

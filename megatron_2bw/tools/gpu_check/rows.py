@@ -31,12 +31,14 @@ from megatron_2bw.tools.planner.cost.memory import Memory
 from megatron_2bw.tools.planner.descriptions.model import preset
 from megatron_2bw.tools.planner.descriptions.plan import Plan
 
+Figures = dict[str, Any]  # by name
+
 # seconds before the time limit, at which a rank prints where its threads are
 MARGIN = 10
 FIRST = 4  # iterations that are not timed
 ROUNDING = 1e-4  # of a GPU against the CPU, relative to a tensor's largest element
 # Bytes per parameter (docs/design.md), and the plan's choice.
-DESIGN: dict[str, tuple[int, dict[str, Any]]] = {
+DESIGN = {
     "2bw": (24, {}),
     "2bw, one gradient slot": (20, {"gradient_slots": 1}),
     "2bw, host": (8, {"host": True}),
@@ -108,9 +110,9 @@ def train(
     from megatron.training import get_args, training
 
     observed = Observed()
-    losses: list[torch.Tensor] = []
-    params: list[torch.Tensor] = []
-    ends: list[float] = []
+    losses = []
+    params = []
+    ends = []  # of the iterations
     show = training.print_datetime
     prepare()
 
@@ -135,7 +137,8 @@ def train(
     observed.parameters = sum(param.numel() for param in params)
     observed.peak_bytes = torch.cuda.max_memory_allocated()
     observed.losses = list(map(float, losses))
-    observed.seconds = (ends[-1] - ends[FIRST - 1]) / (len(ends) - FIRST)
+    seconds = ends[-1] - ends[FIRST - 1]
+    observed.seconds = seconds / (len(ends) - FIRST)
     if observed.parameters < 10**7:
         observed.weights = [param.detach().cpu() for param in params]
     return observed
@@ -210,7 +213,7 @@ def tiny(stages: int, width: int, text: str, *more: str) -> tuple[int, list[str]
 
 def compared(
     runs: list[Observed], others: list[Observed], tolerance: float = 0.0
-) -> dict[str, Any]:
+) -> Figures:
     """Failed if losses or final weights differ by more than `tolerance` of a tensor's
     largest element."""
 
@@ -252,35 +255,37 @@ def drawn_on_the_host() -> None:
     torch.nn.init.normal_ = normal
 
 
-def against_cpu(check: Check) -> dict[str, Any]:
+def against_cpu(check: Check) -> Figures:
     """SGD: Adam makes a step of the learning rate of a gradient that is only
     rounding."""
     ranks, argv = tiny(1, 1, "--optimizer sgd --lr 0.1", *PLAIN_TORCH)
-    on_cpu = check.train(ranks, merged(argv, ["--device", "cpu"]), drawn_on_the_host)
-    return compared(check.train(ranks, argv, drawn_on_the_host), on_cpu, ROUNDING)
+    on_the_cpu = merged(argv, ["--device", "cpu"])
+    expected = check.train(ranks, on_the_cpu, drawn_on_the_host)
+    found = check.train(ranks, argv, drawn_on_the_host)
+    return compared(found, expected, ROUNDING)
 
 
 def same_bits(
-    check: Check, stages: int, width: int, text: str, queues: int = 32
-) -> dict[str, Any]:
+    check: Check, width: int = 1, more: str = "", queues: int = 32
+) -> Figures:
     """Messages over NCCL and random delays, against messages over gloo."""
-    ranks, argv = tiny(stages, width, text, *PLAIN_TORCH)
+    ranks, argv = tiny(2, width, f"--bf16 {more}", *PLAIN_TORCH)
     expected = check.train(ranks, [*argv, "--two-bw-exchange", "gloo"])
     delayed = check.train(ranks, argv, delays, CUDA_DEVICE_MAX_CONNECTIONS=str(queues))
     return compared(delayed, expected)
 
 
-def stream_sanitizer(check: Check) -> dict[str, Any]:
+def stream_sanitizer(check: Check) -> Figures:
     """torch's sanitizer raises at the first access without an order; its report is in
     the ranks' logs."""
     check.train(*tiny(2, 1, "", *PLAIN_TORCH), sanitized)
     return {"hazards": 0}
 
 
-def fused_gradients(check: Check, words: str) -> dict[str, Any]:
+def fused_gradients(check: Check, more: str = "") -> Figures:
     """Weight gradients that a package adds to the slot itself, against those that
     autograd adds."""
-    ranks, argv = tiny(2, 1, f"--bf16 {words}")
+    ranks, argv = tiny(2, 1, f"--bf16 {more}")
     fused = check.train(ranks, argv)
     plain = check.train(ranks, [*argv, "--no-gradient-accumulation-fusion"])
     return compared(fused, plain, tolerance=0.05)
@@ -304,10 +309,11 @@ def large(check: Check, schedule: str, *more: str) -> Observed:
     text = f"""--device auto --bf16 --pipeline-schedule {schedule} --micro-batch-size {samples} --log-interval 1000
         --global-batch-size {8 * samples} --vocab-size {vocabulary} --train-iters {iterations}
         --make-vocab-size-divisible-by 128"""
-    return check.train(1, gpt_flags(*shape, text, *PLAIN_TORCH, *more))[0]
+    argv = gpt_flags(*shape, text, *PLAIN_TORCH, *more)
+    return check.train(1, argv)[0]
 
 
-def overhead(check: Check) -> dict[str, Any]:
+def overhead(check: Check) -> Figures:
     """2bw between two runs of Megatron's own schedule, whose difference is the noise.
     The goal is half a per cent."""
     before = large(check, "megatron").seconds
@@ -322,7 +328,7 @@ def overhead(check: Check) -> dict[str, Any]:
     return {"seconds": run, "overhead": overhead_share, "noise": noise}
 
 
-def memory(check: Check, variant: str) -> dict[str, Any]:
+def memory(check: Check, variant: str) -> Figures:
     """Bytes per parameter between iterations against the design, and the peak against
     the planner."""
     design, choice = DESIGN[variant]
@@ -353,7 +359,7 @@ class Row:
 
     name: str
     what: str
-    run: Callable[[Check], dict[str, Any]]
+    run: Callable[[Check], Figures]
     needs: tuple[str, ...] = ()
     seconds: float = 200.0
 
@@ -364,42 +370,30 @@ LOCAL = (
     "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion "
     "--no-rope-fusion"
 )
-DISTRIBUTED = "--bf16 --use-distributed-optimizer"
-
 ROWS = [
     Row("CPU", "losses and weights are those of the CPU, within rounding", against_cpu),
-    Row("NCCL, two stages", BITS, partial(same_bits, stages=2, width=1, text="--bf16")),
+    Row("NCCL, two stages", BITS, same_bits),
+    Row("NCCL, one queue", BITS, partial(same_bits, queues=1)),
     Row(
-        "NCCL, one queue",
+        "NCCL, width 2",
         BITS,
-        partial(same_bits, stages=2, width=1, text="--bf16", queues=1),
+        partial(same_bits, width=2, more="--use-distributed-optimizer"),
     ),
-    Row("NCCL, width 2", BITS, partial(same_bits, stages=2, width=2, text=DISTRIBUTED)),
     Row(
         "sanitizer",
         "torch's stream sanitizer finds no access without an order",
         stream_sanitizer,
         ("cuda",),
     ),
-    Row(
-        "Transformer Engine",
-        FUSED,
-        partial(fused_gradients, words=""),
-        ("cuda", "transformer_engine"),
-    ),
-    Row("Apex", FUSED, partial(fused_gradients, words=LOCAL), ("cuda", "apex")),
+    Row("Transformer Engine", FUSED, fused_gradients, ("cuda", "transformer_engine")),
+    Row("Apex", FUSED, partial(fused_gradients, more=LOCAL), ("cuda", "apex")),
     Row(
         "overhead",
         "time of 2bw over Megatron's own schedule, d = 1, GPT 355M",
         overhead,
         seconds=300.0,
     ),
-    *(
-        Row(
-            f"memory, {name}",
-            "bytes per parameter, peak",
-            partial(memory, variant=name),
-        )
-        for name in DESIGN
-    ),
 ]
+for variant in DESIGN:
+    run = partial(memory, variant=variant)
+    ROWS.append(Row(f"memory, {variant}", "bytes per parameter, peak", run))

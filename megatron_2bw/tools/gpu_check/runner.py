@@ -1,5 +1,5 @@
 """megatron-2bw gpu-check: runs the rows one after the other, keeps each result at once,
-prints the table.
+prints it.
 
 Invariant: one row that fails or hangs does not stop the others.
 """
@@ -27,7 +27,8 @@ OK = "ok"
 FAILED = "FAILED"
 HANGS = "hangs"
 SKIPPED = "skipped"
-BAD = (FAILED, HANGS)
+
+Result = dict[str, Any]  # of a row
 
 NEEDS = {"cuda": "a GPU"}  # in words
 
@@ -35,51 +36,31 @@ say = functools.partial(print, flush=True)
 
 
 def main(argv: Sequence[str], prog: str) -> int:
-    by_name = {row.name: row for row in ROWS}
-    names = ", ".join(by_name)
-    parser = Parser(
-        prog=prog,
-        description="Checks this project on the GPUs of this machine.",
-        allow_abbrev=False,
-    )
+    names = [row.name for row in ROWS]
+    description = "Checks this project on the GPUs of this machine."
+    parser = Parser(prog, description=description, allow_abbrev=False)
     add = parser.add_argument
-    add(
-        "--row",
-        action="append",
-        metavar="NAME",
-        help=f"only this row, may be repeated: {names}",
-    )
-    add(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="cpu: a tiny model, without figures",
-    )
-    add(
-        "--json",
-        type=Path,
-        default=Path("out/gpu_check/results.json"),
-        metavar="FILE",
-        help="the results",
-    )
+    only = "only this row, may be repeated: %(choices)s"
+    add("--row", action="append", choices=names, metavar="NAME", help=only)
+    tiny = "cpu: a tiny model, without figures"
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=tiny)
+    results = Path("out/gpu_check/results.json")
+    add("--json", type=Path, default=results, metavar="FILE", help="the results")
     options = parser.parse_args(argv)
-    chosen = options.row or list(by_name)
-    for name in chosen:
-        if name not in by_name:
-            parser.error(f"--row {name}: no such row; rows are {names}")
     if options.device == "cuda" and not torch.cuda.device_count():
         parser.error("--device cuda: torch finds no GPU here")
-    rows = [row for row in ROWS if row.name in chosen]
+    rows = [row for row in ROWS if row.name in (options.row or names)]
     return run(rows, options.device, options.json)
 
 
 def run(rows: Sequence[Row], device: str, path: Path) -> int:
-    """Run `rows` and print the table of the results. 0 if no row has failed."""
+    """Run `rows` and print their results and how many there are. 0 if no row has
+    failed."""
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     check = Check("cuda" if gpus else "cpu")
     os.environ["MEGATRON_2BW_WORLD_DEVICE"] = check.device
     about = machine(check, gpus)
-    results: dict[str, dict[str, Any]] = {}
+    results = {}
     for name, value in about.items():
         say(f"{name}: {value}")
     for row in rows:
@@ -90,11 +71,13 @@ def run(rows: Sequence[Row], device: str, path: Path) -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, {"machine": about, "rows": results})
         say(f"         {brief(results[row.name])}")
-    say(f"\n{table(results)}\nwrote {path}")
-    return int(any(result["result"] in BAD for result in results.values()))
+    kinds = [result["result"] for result in results.values()]
+    counts = [f"{kinds.count(kind)} {kind}" for kind in (OK, FAILED, HANGS, SKIPPED)]
+    say(f"{', '.join(counts)}\nwrote {path}")
+    return int(FAILED in kinds or HANGS in kinds)
 
 
-def result_of(row: Row, check: Check) -> dict[str, Any]:
+def result_of(row: Row, check: Check) -> Result:
     """Run a row: its result, its figures or the reason, its seconds."""
     available = {"cuda": check.device == "cuda"}
     for need in row.needs:
@@ -123,10 +106,11 @@ def reason(error: Exception) -> str:
     return line[:300]
 
 
-def machine(check: Check, gpus: int) -> dict[str, Any]:
+def machine(check: Check, gpus: int) -> dict[str, str]:
     """What `megatron-2bw doctor` prints; fills in the memory of `check`."""
     if gpus:
-        check.gib = round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
+        properties = torch.cuda.get_device_properties(0)
+        check.gib = round(properties.total_memory / 2**30, 1)
         device = f"{gpus} GPUs"
     else:
         device = "the CPU: figures of time and memory mean nothing"
@@ -136,19 +120,10 @@ def machine(check: Check, gpus: int) -> dict[str, Any]:
     return about
 
 
-def brief(result: dict[str, Any]) -> str:
+def brief(result: Result) -> str:
     """Result and figures, or the reason, in one line."""
     figures = []
     for name, value in result.get("figures", {}).items():
         text = f"{value:.4g}" if isinstance(value, float) else value
         figures.append(f"{name} {text}")
     return f"{result['result']}  {result.get('why', ', '.join(figures))}"
-
-
-def table(results: dict[str, Any]) -> str:
-    """A line for each row, and the counts."""
-    width = max(map(len, results), default=0)
-    lines = [f"{name:{width}}  {brief(result)}" for name, result in results.items()]
-    kinds = [result["result"] for result in results.values()]
-    counts = [f"{kinds.count(kind)} {kind}" for kind in (OK, *BAD, SKIPPED)]
-    return "\n".join([*lines, ", ".join(counts)])

@@ -14,7 +14,12 @@ from megatron_2bw.tools.planner.descriptions.cluster_file import named_cluster, 
 from megatron_2bw.tools.planner.measure import calibrate as calibration
 from megatron_2bw.tools.planner.measure import runs as measured
 from megatron_2bw.tools.timelines.picture import draw_shapes
-from megatron_2bw.tools.timelines.simulator import Times, iteration_time, simulate
+from megatron_2bw.tools.timelines.simulator import (
+    Times,
+    busy,
+    iteration_time,
+    simulate,
+)
 from megatron_2bw.tools.timelines.text import render
 
 INTERLEAVED = "megatron-interleaved"
@@ -30,13 +35,16 @@ def run_simulate(words: list[str], prog: str) -> int:
     shape = Shape(stages, microbatches, 0, options.iterations)
     print(f"{options.schedule}, {stages} stages, {microbatches} microbatches a batch")
     events = simulate(schedule, shape, times)
-    versions = options.versions
-    print(render(events, stages, columns=options.columns, versions=versions))
+    print(render(events, stages))
     seconds = iteration_time(schedule, stages, microbatches, times)
+    share = busy(schedule, stages, microbatches, times)
+    print(f"stages busy {share:.1%} in the steady state")
     print(f"an iteration takes {seconds:g}")
     if options.out is not None:
         with file_errors(f"--out {options.out}"):
-            draw_shapes([(schedule, shape)], options.out, times, versions=versions)
+            draw_shapes(
+                [(schedule, shape)], options.out, times, versions=options.versions
+            )
         print(f"wrote {options.out}")
     return 0
 
@@ -61,9 +69,8 @@ def _simulate_parser(prog: str) -> Parser:
     for name, default in TIMES.items():
         text = f"time (default: {default:g})"
         add(f"--{name}", type=float, default=default, help=text)
-    versions = "print the weight version of each microbatch"
+    versions = "write the weight version of each microbatch into the picture"
     add("--versions", action="store_true", help=versions)
-    add("--columns", type=count, default=140)
     add("--out", type=Path, metavar="FILE.png", help="also as a picture")
     return parser
 

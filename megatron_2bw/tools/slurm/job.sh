@@ -48,8 +48,12 @@ START=${SLURM_RESTART_COUNT:-0} # how often Slurm started this job before
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 mkdir -p "$LOGS"
 
+slurm_tool() { # slurm_tool FILE ...: a program of this folder, which MEGATRON_2BW may have in another clone than the installed one
+    PYTHONPATH=$MEGATRON_2BW${PYTHONPATH:+:$PYTHONPATH} "$JOB_PYTHON" "$MEGATRON_2BW/megatron_2bw/tools/slurm/$1" "${@:2}"
+}
+
 status() { # status COMMAND ...: the only writer of status.json
-    "$JOB_PYTHON" "$MEGATRON_2BW/megatron_2bw/tools/slurm/status.py" "$1" --file "$LOGS/status.json" --job "$SLURM_JOB_ID" \
+    slurm_tool status.py "$1" --file "$LOGS/status.json" --job "$SLURM_JOB_ID" \
         --start "$START" --checkpoints "$CHECKPOINTS" "${@:2}"
 }
 
@@ -144,7 +148,7 @@ train() {
     fi
     [[ $CHECKPOINTS == none || -n ${SAVE_INTERVAL:-} ]] || save=(--save)
     # Bash loses the status of a process substitution now and then; words as a shell quotes them need none.
-    quoted=$("$JOB_PYTHON" "$MEGATRON_2BW/megatron_2bw/tools/slurm/job_flags.py" --kind "$kind" \
+    quoted=$(slurm_tool job_flags.py --kind "$kind" \
         --model "${MODEL:-}" --plan "${PLAN:-}" --precision "${PRECISION:-}" --data="${DATA_ARGS:-}" \
         --servers "$SLURM_JOB_NUM_NODES" --processes "$PROCESSES_PER_NODE" "${save[@]}") ||
         fail "${quoted:-job_flags.py has failed; what it says is above}"

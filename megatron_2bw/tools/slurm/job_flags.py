@@ -13,10 +13,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from argparse import Namespace
 from pathlib import Path
-
-# job.sh may name another clone than the installed one
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from megatron_2bw.base.errors import Parser, UserError
 from megatron_2bw.run.start.plan_file import FirstPlan, first_plan
@@ -25,50 +23,36 @@ from megatron_2bw.tools.planner.descriptions.plan import Plan
 from megatron_2bw.tools.planner.tell import training
 from megatron_2bw.tools.planner.tell.jobs import mock_data
 
-PRECISIONS = ("bf16", "fp16", "fp32")
 
-
-def words(
-    kind: str,
-    model: str,
-    plan: str,
-    servers: int,
-    processes: int,
-    precision: str,
-    data: str = "",
-    save: bool = False,
-) -> list[str]:
+def words(options: Namespace) -> list[str]:
     """The flags of the model, the plan, a first training and the data (by default mock
-    data).
-
-    save: also the plan's --save-interval. UserError names the wrong variable.
-    """
-    if precision not in ("", *PRECISIONS):
-        raise UserError(f"PRECISION={precision}: not one of {', '.join(PRECISIONS)}")
-    if plan:
-        first = _planned(plan, kind, model, servers, processes, precision)
+    data), and with --save of the interval of the checkpoints. UserError names the wrong
+    variable."""
+    if options.plan:
+        first = _planned(options)
         flags = first.flags
         mock = first.mock_data
         interval = first.save_interval
     else:
-        chosen = _named(model, kind)
-        sizes = default_plan(chosen, servers * processes)
-        flags = [*chosen.flags(), *sizes.flags(precision), *training.flags()]
+        chosen = _named(options.model, options.kind)
+        sizes = default_plan(chosen, options.servers * options.processes)
+        flags = chosen.flags() + sizes.flags(options.precision) + training.flags()
         mock = mock_data(chosen)
         interval = ["--save-interval", str(training.save_interval(0))]
+    if options.save:
+        flags = flags + interval
     try:
-        own = shlex.split(data)
+        return flags + (shlex.split(options.data) or mock)
     except ValueError as error:
-        raise UserError(f"DATA_ARGS={' '.join(data.split())}: {error}") from None
-    return [*flags, *(interval if save else []), *(own or mock)]
+        data = " ".join(options.data.split())
+        raise UserError(f"DATA_ARGS={data}: {error}") from None
 
 
-def _planned(
-    plan: str, kind: str, model: str, servers: int, processes: int, precision: str
-) -> FirstPlan:
+def _planned(options: Namespace) -> FirstPlan:
     """The first plan of a file. UserError if it is not one for this job."""
+    where = f"PLAN={options.plan}"
     try:
-        content = json.loads(Path(plan).read_text())
+        content = json.loads(Path(options.plan).read_text())
         first = first_plan(content)
         planned = content["precision"]
         cluster = content["cluster"]
@@ -77,21 +61,22 @@ def _planned(
     except (OSError, ValueError, TypeError, LookupError) as error:
         remedy = "write it with megatron-2bw plan ... --json"
         raise UserError(
-            f"PLAN={plan} holds no plan ({type(error).__name__}: {error}); {remedy}"
+            f"{where} holds no plan ({type(error).__name__}: {error}); {remedy}"
         ) from None
-    if first.kind != kind:
+    if first.kind != options.kind:
         raise UserError(
-            f"PLAN={plan} is for {first.model}, a {first.kind.upper()}: submit "
+            f"{where} is for {first.model}, a {first.kind.upper()}: submit "
             f"pretrain_{first.kind}_2bw.sbatch"
         )
-    if model not in ("", first.model) or precision not in ("", planned):
+    other_model = options.model not in ("", first.model)
+    if other_model or options.precision not in ("", planned):
         raise UserError(
-            f"PLAN={plan} is for {first.model} in {planned}: leave out MODEL and PRECISION"
+            f"{where} is for {first.model} in {planned}: leave out MODEL and PRECISION"
         )
-    if (nodes, gpus) != (servers, processes):
+    if (nodes, gpus) != (options.servers, options.processes):
         raise UserError(
-            f"PLAN={plan} is for {nodes} nodes with {gpus} GPUs each, the job has "
-            f"{servers} with {processes}: give sbatch --nodes={nodes} "
+            f"{where} is for {nodes} nodes with {gpus} GPUs each, the job has "
+            f"{options.servers} with {options.processes}: give sbatch --nodes={nodes} "
             f"--gpus-per-node={gpus}"
         )
     return first
@@ -101,7 +86,7 @@ def _named(name: str, kind: str) -> Model:
     """UserError for a name that is none of this kind."""
     if name in PRESETS and PRESETS[name].kind == kind:
         return PRESETS[name]
-    names = ", ".join(model.name for model in PRESETS.values() if model.kind == kind)
+    names = ", ".join(each for each in PRESETS if PRESETS[each].kind == kind)
     raise UserError(
         f"MODEL={name}: give MODEL or PLAN=plan.json; MODEL is one of {names}"
     )
@@ -144,7 +129,7 @@ def main() -> int:
     option("--servers", type=int, required=True)
     option("--processes", type=int, required=True, help="a server")
     option("--data", default="", metavar="FLAGS", help="instead of the mock data")
-    option("--precision", default="", metavar="|".join(PRECISIONS))
+    option("--precision", default="", choices=("", "bf16", "fp16", "fp32"))
     option(
         "--save",
         action="store_true",
@@ -152,7 +137,7 @@ def main() -> int:
     )
     status = 0
     try:
-        text = shlex.join(words(**vars(parser.parse_args())))
+        text = shlex.join(words(parser.parse_args()))
     except UserError as error:
         text, status = str(error), 2
     print(text)

@@ -10,19 +10,16 @@ failed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-
-# job.sh may name another clone than the installed one
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from megatron_2bw.base import run_log
 from megatron_2bw.base.errors import Parser, report, run_program
@@ -173,7 +170,7 @@ def saved_iteration(checkpoints: str) -> int:
         return 0
 
 
-def begin(options: argparse.Namespace) -> int:
+def begin(options: Namespace) -> int:
     """A start begins. Status 1 if the last starts saved nothing, as when nodes fail
     repeatedly."""
     content = read(options.file)
@@ -198,7 +195,7 @@ def begin(options: argparse.Namespace) -> int:
     return int(outcome.word == "failed")
 
 
-def end(options: argparse.Namespace) -> int:
+def end(options: Namespace) -> int:
     """A start has ended: print `requeue` or the word, then write it. The job is queued
     again even if that fails."""
     content = read(options.file)
@@ -223,7 +220,7 @@ def end(options: argparse.Namespace) -> int:
     return 0
 
 
-def late(options: argparse.Namespace) -> int:
+def late(options: Namespace) -> int:
     """Slurm is about to kill a start that has not ended: write the word that is right
     if it does."""
     if options.requeued:
@@ -236,7 +233,7 @@ def late(options: argparse.Namespace) -> int:
     return 0
 
 
-def show(options: argparse.Namespace) -> int:
+def show(options: Namespace) -> int:
     """A line for each job; what is no folder of a job has none."""
     for folder in options.logs:
         content = current(folder / "status.json")
@@ -283,7 +280,7 @@ def slurm_state(job: str) -> str:
     return ""
 
 
-def script(options: argparse.Namespace) -> None:
+def script(options: Namespace) -> None:
     print(Path(__file__).with_name(f"pretrain_{options.kind}_2bw.sbatch"))
 
 

@@ -11,26 +11,27 @@ import statistics
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from megatron_2bw.schedules import REDUCE, STEP, B, F, PipeDreamFlush, Schedule, TwoBW
+from megatron_2bw.schedules import REDUCE, STEP, B, F, PipeDreamFlush, TwoBW
 from megatron_2bw.tools.timelines.simulator import (
-    Event,
+    Events,
     Times,
     actions_of,
     by_stage,
+    of_kind,
     scaled,
     simulate_lists,
 )
 from megatron_2bw.tools.timelines.waits import cut, drawn
 
 SMALL = 1e-3  # of the timeline's length; shorter waits are left out
-Lists = list[list[Event]]
+Lists = list[Events]
 
 
 class Batches(NamedTuple):
     """The last whole batches of a run, and all of its actions. Times in seconds since
     the epoch."""
 
-    events: list[Event]
+    events: Events
     stages: int
     begin: float  # of the batches
     first: int  # of the batches
@@ -38,20 +39,22 @@ class Batches(NamedTuple):
     title: str
 
 
-def last_batches(events: list[Event], batches: int) -> Batches | None:
+def last_batches(events: Events, batches: int) -> Batches | None:
     """The last `batches` batches, at most, that all stages of a pipeline have reduced;
     None if there is none."""
     stages = 1 + max(event.stage for event in events)
+    lists = by_stage(events, stages)
     reductions = []  # of each stage: batch -> start
-    for own in by_stage(events, stages):
-        starts = {e.action.batch: e.start for e in own if e.action.kind == REDUCE}
+    for own in lists:
+        starts = {e.action.batch: e.start for e in of_kind(own, REDUCE)}
         if not starts:  # the stage's file ends before its first reduction
             return None
         reductions.append(starts)
     last = min(map(max, reductions))
     first = max(last - batches + 1, min(map(min, reductions)))
-    begin = reductions[0].get(first - 1, min(event.start for event in events))
-    backwards = sum(event.action.kind == B and event.stage == 0 for event in events)
+    start = min(event.start for event in events)
+    begin = reductions[0].get(first - 1, start)
+    backwards = len(of_kind(lists[0], B))
     return Batches(
         events,
         stages,
@@ -68,7 +71,7 @@ def timelines(batches: Batches) -> dict[str, Any]:
     stages = batches.stages
     lists = by_stage(events, stages)
     # for the rule of its step only
-    schedule: Schedule = TwoBW() if has_late_step(lists) else PipeDreamFlush()
+    schedule = TwoBW() if has_late_step(lists) else PipeDreamFlush()
     times = medians(lists, schedule.late_step)
     simulated = simulate_lists(schedule, actions_of(lists), times, partial=True)
     begin = _reduction_start(simulated, batches.first - 1)
@@ -93,10 +96,10 @@ def timelines(batches: Batches) -> dict[str, Any]:
     }
 
 
-def _reduction_start(events: list[Event], batch: int) -> float:
+def _reduction_start(events: Events, batch: int) -> float:
     """When stage 0 starts the reduction of `batch`; 0 before the first batch."""
-    for event in events:
-        if (event.stage, *event.action[:2]) == (0, REDUCE, batch):
+    for event in of_kind(events, REDUCE):
+        if event.stage == 0 and event.action.batch == batch:
             return event.start
     return 0.0
 
@@ -137,16 +140,16 @@ def _medians(lists: Lists, kind: str) -> list[float]:
     """Each stage's median time of the actions of this kind."""
     times = []
     for own in lists:
-        durations = [e.duration for e in own if e.action.kind == kind]
+        durations = [event.duration for event in of_kind(own, kind)]
         times.append(statistics.median(durations or [0.0]))
     return times
 
 
-def _least_delay(kind: str, sender: list[Event], receiver: list[Event]) -> float:
+def _least_delay(kind: str, sender: Events, receiver: Events) -> float:
     """The least time from the end of an action to the start of the receiver's."""
-    starts = {e.action.number: e.start for e in receiver if e.action.kind == kind}
+    starts = {e.action.number: e.start for e in of_kind(receiver, kind)}
     delays = []
-    for event in sender:
-        if event.action.kind == kind and event.action.number in starts:
+    for event in of_kind(sender, kind):
+        if event.action.number in starts:
             delays.append(starts[event.action.number] - event.end)
     return min(delays, default=0.0)

@@ -47,12 +47,13 @@ def bundle(page: Path, data: dict[str, Any]) -> str:
 
 def script_json(content: Any) -> str:
     """JSON without blanks that can stand in a <script>."""
-    return json.dumps(finite(content), separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(finite(content), separators=(",", ":"))
+    return text.replace("<", "\\u003c")
 
 
 def _modules(first: str, read: Callable[[str], str]) -> str:
     """The module `first` and all that it imports, and a script that starts it."""
-    urls: dict[str, str] = {}
+    urls = {}
     missing = [first]
     while missing:
         name = missing.pop()

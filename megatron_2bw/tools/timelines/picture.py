@@ -12,13 +12,16 @@ from megatron_2bw.base.files import new_figure, write_figure
 from megatron_2bw.schedules import REDUCE, STEP, B, F, Schedule, Shape
 from megatron_2bw.tools.timelines.simulator import (
     Event,
+    Events,
     PerStage,
     Times,
+    busy,
     by_stage,
     makespan,
+    of_kind,
     simulate,
 )
-from megatron_2bw.tools.timelines.text import busy_words, label
+from megatron_2bw.tools.timelines.text import label
 
 # The page's (page/timeline.js, page.css). One pair per batch, in turn; the backward is
 # the darker of a pair.
@@ -50,8 +53,10 @@ def draw_shapes(
     if until is None:
         until = max(map(makespan, timelines))
         if versions:
-            until = min(34 * min(times.of("forward", panels[0][1].stages)), until)
-    figure, axes = _rows([shape.stages for _, shape in panels], 1.5 if versions else 1)
+            forward = times.of("forward", panels[0][1].stages)
+            until = min(34 * min(forward), until)
+    stages = [shape.stages for _, shape in panels]
+    figure, axes = _rows(stages, 1.5 if versions else 1)
     chunked = False
     for axis, events, (schedule, shape) in zip(axes, timelines, panels):
         chunked |= schedule.chunks > 1
@@ -63,8 +68,8 @@ def draw_shapes(
             versions=versions,
             steps=not schedule.late_step,
         )
-        busy = busy_words(events, shape.stages)
-        title = f"{schedule.name}: {schedule.summary} — {busy}"
+        share = busy(schedule, shape.stages, shape.microbatches, times)
+        title = f"{schedule.name}: {schedule.summary} — stages busy {share:.1%} in the steady state"
         axis.set_title(title, loc="left", fontsize=8)
     axes[-1].set_xlabel(
         f"time (forward {_range(times.forward)}, backward {_range(times.backward)}); "
@@ -79,7 +84,8 @@ def _rows(stages: Sequence[int], tall: float = 1.0) -> tuple[Any, Any]:
     # so that the picture fits a screen
     heights = [tall * min(ROW_HEIGHT, MAX_HEIGHT / count) * count for count in stages]
     figure = new_figure(WIDTH, 0.5 + sum(heights) + 0.4 * len(stages))
-    return figure, figure.subplots(len(stages), 1, sharex=True, squeeze=False)[:, 0]
+    axes = figure.subplots(len(stages), 1, sharex=True, squeeze=False)
+    return figure, axes[:, 0]
 
 
 def _range(time: PerStage) -> str:
@@ -91,7 +97,7 @@ def _range(time: PerStage) -> str:
 
 
 def draw_events(
-    events: list[Event], stages: int, microbatches: int, path: Path, title: str
+    events: Events, stages: int, microbatches: int, path: Path, title: str
 ) -> None:
     """Write a picture of a measured timeline, with times in seconds."""
     figure, (axis,) = _rows([stages])
@@ -106,7 +112,7 @@ def draw_events(
 
 def draw_rows(
     axis,
-    events: list[Event],
+    events: Events,
     shape: Shape,
     numbers: bool = True,
     span: tuple[float, float] | None = None,
@@ -124,14 +130,9 @@ def draw_rows(
     chunks = 1 + max((event.action.chunk for event in shown), default=0)
     points = (WIDTH - 0.8) * 72 / (end - begin)
     for row, own in enumerate(reversed(by_stage(shown, shape.stages))):
-        updates = []
-        bars = []
-        for event in own:
-            kind = event.action.kind
-            if kind in (F, B):
-                bars.append(event)
-            elif event.duration > 0 and (kind == REDUCE or steps):
-                updates.append(event)
+        bars = of_kind(own, F, B)
+        kinds = (REDUCE, STEP) if steps else (REDUCE,)
+        updates = [event for event in of_kind(own, *kinds) if event.duration > 0]
         axis.broken_barh(_spans(updates), (row - 0.2, 0.4), facecolors=UPDATE)
         axis.broken_barh(
             _spans(bars),
@@ -140,20 +141,22 @@ def draw_rows(
             edgecolors="white",
             linewidths=0.6,
         )
-        for event in own:
-            if event.action.kind == STEP and begin < event.end <= end:
+        for event in of_kind(own, STEP):
+            if begin < event.end <= end:
                 line = (row - 0.45, row + 0.45)
                 axis.plot((event.end, event.end), line, color="black", linewidth=1.6)
         for bar in bars if numbers else ():
             if begin <= bar.start and bar.end <= end * (1 + 1e-9):
                 _number(axis, bar, row, points * bar.duration, chunks, versions)
     names = [f"stage {stage}" for stage in reversed(range(shape.stages))]
-    axis.set_yticks(range(shape.stages), names, fontsize=8 if shape.stages <= 32 else 5)
-    axis.set(facecolor=IDLE, xlim=(begin, end), ylim=(-0.52, shape.stages - 0.48))
+    size = 8 if shape.stages <= 32 else 5
+    axis.set_yticks(range(shape.stages), names, fontsize=size)
+    axis.set(facecolor=IDLE, xlim=(begin, end))
+    axis.set_ylim(-0.52, shape.stages - 0.48)
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _spans(events: list[Event]) -> list[tuple[float, float]]:
+def _spans(events: Events) -> list[tuple[float, float]]:
     """(start, length) of each."""
     return [(event.start, event.duration) for event in events]
 
@@ -162,7 +165,8 @@ def _shade(event: Event, shape: Shape, chunks: int) -> tuple[str, float]:
     """A colour by batch and kind; later chunks are drawn lighter."""
     colours = FORWARD if event.action.kind == F else BACKWARD
     batch = shape.batch(event.action.microbatch)
-    return colours[batch % len(colours)], 1 - event.action.chunk / chunks / 2
+    opacity = 1 - event.action.chunk / chunks / 2
+    return colours[batch % len(colours)], opacity
 
 
 def _number(

@@ -13,7 +13,7 @@ import collections
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -73,15 +73,19 @@ class Event(NamedTuple):
         return self.end - self.start
 
 
-def simulate(schedule: Schedule, shape: Shape, times: Times = Times()) -> list[Event]:
+Events = list[Event]
+Lists = list[list[Action]]  # one per stage
+
+
+def simulate(schedule: Schedule, shape: Shape, times: Times = Times()) -> Events:
     """Events of iterations shape.first ... shape.end - 1, in order of start. ValueError
     if the lists deadlock."""
     return simulate_lists(schedule, _lists(schedule, shape), times)
 
 
-def _lists(schedule: Schedule, shape: Shape) -> list[list[Action]]:
+def _lists(schedule: Schedule, shape: Shape) -> Lists:
     """The actions of each stage in all iterations of `shape`."""
-    lists: list[list[Action]] = [[] for _ in range(shape.stages)]
+    lists = [[] for _ in range(shape.stages)]
     for stage, actions in enumerate(lists):
         for iteration in range(shape.first, shape.end):
             actions += schedule.actions(shape, stage, iteration)
@@ -89,8 +93,8 @@ def _lists(schedule: Schedule, shape: Shape) -> list[list[Action]]:
 
 
 def simulate_lists(
-    schedule: Schedule, lists: list[list[Action]], times: Times, partial: bool = False
-) -> list[Event]:
+    schedule: Schedule, lists: Lists, times: Times, partial: bool = False
+) -> Events:
     """Like `simulate`, for lists of actions, one per stage, that follow the rules of
     `schedule`.
 
@@ -100,19 +104,23 @@ def simulate_lists(
     return sorted(events, key=operator.attrgetter("start", "stage"))
 
 
-def by_stage(events: Iterable[Event], stages: int) -> list[list[Event]]:
+def by_stage(events: Events, stages: int) -> list[Events]:
     """Each stage's events, in their order."""
-    rows: list[list[Event]] = [[] for _ in range(stages)]
+    rows = [[] for _ in range(stages)]
     for event in events:
         rows[event.stage].append(event)
     return rows
 
 
-def actions_of(lists: list[list[Event]]) -> list[list[Action]]:
+def of_kind(events: Events, *kinds: str) -> Events:
+    return [event for event in events if event.action.kind in kinds]
+
+
+def actions_of(lists: list[Events]) -> Lists:
     return [[event.action for event in own] for own in lists]
 
 
-def scaled(events: Iterable[Event], factor: float) -> list[Event]:
+def scaled(events: Events, factor: float) -> Events:
     """The events in another unit of time."""
     return [
         Event(stage, action, *(factor * time for time in times))
@@ -133,7 +141,7 @@ class Prepared(NamedTuple):
     gives: Message | None = None
 
 
-def prepared(lists: list[list[Action]], chunks: int) -> list[list[Prepared]]:
+def prepared(lists: Lists, chunks: int) -> list[list[Prepared]]:
     """The actions of each stage's list with their messages."""
     stages = len(lists)
     rows = []
@@ -147,7 +155,9 @@ def _prepared(action: Action, stage: int, stages: int, chunks: int) -> Prepared:
     if kind not in (F, B):
         return Prepared(action)
     part = action.chunk * stages + stage
-    before, after = (part - 1, part + 1) if kind == F else (part + 1, part - 1)
+    ahead = 1 if kind == F else -1
+    before = part - ahead
+    after = part + ahead
     parts = range(chunks * stages)
     needs = (kind, part, action.number) if before in parts else None
     gives = (kind, after, action.number) if after in parts else None
@@ -172,15 +182,15 @@ class _Run:
         self.stages = len(self.lists)
         self.computations = self.times.computations(self.stages)
         self.joint_step = self.schedule.global_step or self.times.joint_step
-        self.arrived: dict[Message, float] = {}
+        self.arrived = {}  # message -> when
         # batch -> when each stage had its gradients
-        self.reduced: dict[int, list[float]] = collections.defaultdict(list)
+        self.reduced = collections.defaultdict(list)
         # missing input -> the stages that wait for it
-        self.waiting: dict[object, list[int]] = collections.defaultdict(list)
+        self.waiting = collections.defaultdict(list)
         self.runnable = list(range(self.stages))
-        self.events: list[Event] = []
+        self.events = []
 
-    def play(self, partial: bool = False) -> list[Event]:
+    def play(self, partial: bool = False) -> Events:
         stages = [self._stage(stage) for stage in self.runnable]
         while self.runnable:
             stage = self.runnable.pop()
@@ -253,7 +263,7 @@ class _Run:
             self.runnable += self.waiting.pop(arrival)
 
 
-def makespan(events: list[Event]) -> float:
+def makespan(events: Events) -> float:
     return max(event.end for event in events)
 
 
@@ -272,16 +282,27 @@ def iteration_time(
     skipped = 2 + 8 // stages
     shape = Shape(stages, microbatches, 0, skipped + count + 3)
     # its work bounds every iteration, also while messages still queue elsewhere
-    work = list(map(sum, zip(*times.computations(stages).values())))
+    computations = times.computations(stages).values()
+    work = list(map(sum, zip(*computations)))
     busiest = work.index(max(work))
     ends = []
-    for event in _updates(schedule, shape, times):
-        if event.stage == busiest and event.action.kind == STEP:
+    for event in of_kind(_updates(schedule, shape, times), STEP):
+        if event.stage == busiest:
             ends.append(event.end)
     return (ends[skipped + count] - ends[skipped]) / count
 
 
-def _updates(schedule: Schedule, shape: Shape, times: Times) -> list[Event]:
+def busy(
+    schedule: Schedule, stages: int, microbatches: int, times: Times = Times()
+) -> float:
+    """The share of an iteration in which the stages compute, after the pipeline has
+    filled."""
+    work = sum(map(sum, times.computations(stages).values()))
+    seconds = iteration_time(schedule, stages, microbatches, times)
+    return microbatches * work / (stages * seconds)
+
+
+def _updates(schedule: Schedule, shape: Shape, times: Times) -> Events:
     """The reductions and steps of `simulate`, in any order."""
     lists = _prepared_lists(schedule, shape)
     return _Run(schedule, lists, times, computed=False).play()
@@ -367,4 +388,4 @@ def _long_flush(
 def _last_backwards(schedule: Schedule, shape: Shape, times: Times) -> dict[int, float]:
     """When each stage ends its last backward and starts its reduction."""
     events = _updates(schedule, shape, times)
-    return {event.stage: event.start for event in events if event.action.kind == REDUCE}
+    return {event.stage: event.start for event in of_kind(events, REDUCE)}

@@ -2,22 +2,25 @@
 to the right. Pure Python.
 
 A forward is the microbatch's number, from 1, and blanks; a backward is the number and
-b's. Each ends in a space. A dot is time in which the stage waits, | a weight update, u
-the stage's time for an update that overlaps its batches. If stages hold several model
-chunks, a capital letter names the chunk.
+b's. Each ends in a space. A dot is time in which the stage waits, | a weight update. If
+stages hold several model chunks, a capital letter names the chunk.
 """
 
 from __future__ import annotations
 
-import itertools
 from math import ceil
 from typing import NamedTuple
 
-from megatron_2bw.schedules import REDUCE, STEP, B, F
-from megatron_2bw.tools.timelines.simulator import Event, by_stage, makespan
+from megatron_2bw.schedules import STEP, B, F
+from megatron_2bw.tools.timelines.simulator import (
+    Event,
+    Events,
+    by_stage,
+    makespan,
+    of_kind,
+)
 
 FILL = {F: " ", B: "b"}
-UPDATE = "u"  # a stage's own time for an update that overlaps its batches
 
 
 class _Scale(NamedTuple):
@@ -30,113 +33,43 @@ class _Scale(NamedTuple):
         return round(time / self.unit * self.width)
 
 
-def render(
-    events: list[Event], stages: int, columns: int = 160, versions: bool = False
-) -> str:
-    """The timeline of `events` (simulator.simulate) and a line with its length and the
-    busy share of the stages.
+def render(events: Events, stages: int, columns: int = 140) -> str:
+    """The timeline of `events` (simulator.simulate), and a line with its scale.
 
-    columns   maximum length of a line; the rest is cut, and a line says so
-    versions  write the weights W(v) of each action below its stage
+    columns   maximum length of a line; the rest is cut
     """
     chunked = any(event.action.chunk for event in events)
     scale = _scale(events, chunked)
     head = len(f"stage {stages - 1}  ")
     span = makespan(events)
-    end = scale.column(span)
-    room = max(columns - head, scale.width)
-    length = min(end, room)
-    lines = [("time".ljust(head) + _ruler(scale, length)).rstrip()]
+    lines = []
     for stage, own in enumerate(by_stage(events, stages)):
-        row = _row(own, scale, end, chunked)[:length]
-        lines.append(f"stage {stage}".ljust(head) + row)
-        if versions:
-            row = _versions(own, scale, end)[:length]
-            lines.append(("   W(v)".ljust(head) + row).rstrip())
-    if end > room:
-        shown = room / scale.width * scale.unit
-        lines.append(
-            f"cut at {columns} columns: time 0 to {shown:.4g} of {span:.4g} is shown"
-        )
-    lines.append(_legend(events, chunked))
-    lines.append(f"makespan {span:.6g}; {busy_words(events, stages)}")
+        row = _row(own, scale, scale.column(span), chunked)
+        lines.append((f"stage {stage}".ljust(head) + row)[:columns])
+    letters = "A, B, ... model chunk, " if chunked else ""
+    lines.append(f"1 forward, 1b backward, {letters}. idle, | weight update")
+    lines.append(
+        f"{scale.width} characters take {scale.unit:.4g}, the timeline {span:.6g}"
+    )
     return "\n".join(lines)
 
 
-def _legend(events: list[Event], chunked: bool) -> str:
-    texts = ["1 forward", "1b backward"]
-    if chunked:
-        texts.append("A, B, ... model chunk")
-    texts += [". idle", "| weight update"]
-    if any(event.action.kind == REDUCE and event.duration for event in events):
-        texts.append(f"{UPDATE} its time")
-    return ", ".join(texts)
-
-
-def busy_words(events: list[Event], stages: int) -> str:
-    share, steady = busy(events, stages)
-    return f"stages busy {share:.1%} {'in the steady state' if steady else 'of the whole run'}"
-
-
-def busy(events: list[Event], stages: int) -> tuple[float, bool]:
-    """(share of time in which the stages run forwards and backwards, whether it is of
-    the steady state).
-
-    The steady state is the batches, from one reduction's start to the next, in which a
-    stage runs as many forwards as backwards. If a stage has no such batch, as in a run
-    of one batch, the share is of the whole run.
-    """
-    batches = [_steady_batches(own) for own in by_stage(events, stages)]
-    if all(batches):
-        work, length = map(sum, zip(*itertools.chain(*batches)))
-        return work / length, True
-    work = sum(event.duration for event in events if event.action.kind in FILL)
-    return work / (stages * makespan(events)), False
-
-
-def _steady_batches(events: list[Event]) -> list[tuple[float, float]]:
-    """(work, length) of the steady batches of one stage."""
-    batches = []
-    begin = None
-    work = 0.0
-    ahead = 0
-    for event in events:
-        kind = event.action.kind
-        if kind in FILL:
-            work += event.duration
-            ahead += 1 if kind == F else -1
-        elif kind == REDUCE:
-            if begin is not None and ahead == 0 and work:
-                batches.append((work, event.end - begin))
-            begin = event.end
-            work = 0.0
-            ahead = 0
-    return batches
-
-
-def _scale(events: list[Event], chunked: bool) -> _Scale:
-    """The unit is the largest step that divides the times of all actions, or without
-    one the shortest action. Wide enough for the label of every action, a backward's
-    mark and a space."""
-    bars = [event for event in events if event.action.kind in FILL and event.duration]
-    shortest = min((bar.duration for bar in bars), default=1.0)
-    unit = shortest
-    spare = 1  # a rounded place may cost one character
-    for parts in range(1, 5):
-        if _divides(shortest / parts, bars):
-            unit = shortest / parts
-            spare = 0
-            break
+def _scale(events: Events, chunked: bool) -> _Scale:
+    """The unit is the shortest action. Wide enough for the label of every action, a
+    backward's mark and a space."""
+    bars = [event for event in of_kind(events, *FILL) if event.duration]
+    unit = min((bar.duration for bar in bars), default=1.0)
+    # a rounded place may cost one character
+    spare = 0 if _divides(unit, bars) else 1
     widths = []
     for event in bars:
-        cells = round(event.duration / unit, 6)
         letters = len(label(event, chunked) + FILL[event.action.kind].strip())
-        if cells >= 1:
-            widths.append(ceil((letters + 1 + spare) / cells))
+        cells = round(event.duration / unit, 6)
+        widths.append(ceil((letters + 1 + spare) / cells))
     return _Scale(unit, max(widths, default=2))
 
 
-def _divides(unit: float, events: list[Event]) -> bool:
+def _divides(unit: float, events: Events) -> bool:
     for event in events:
         for time in (event.start / unit, event.end / unit):
             if abs(time - round(time)) >= 1e-6 * max(time, 1):
@@ -150,19 +83,17 @@ def label(event: Event, chunked: bool) -> str:
     return f"{event.action.microbatch + 1}{letter}"
 
 
-def _row(events: list[Event], scale: _Scale, columns: int, chunked: bool) -> str:
+def _row(events: Events, scale: _Scale, columns: int, chunked: bool) -> str:
     row = ["."] * columns
-    for event in events:
+    for event in of_kind(events, *FILL):
         first = scale.column(event.start)
         last = scale.column(event.end)
-        if event.action.kind == REDUCE:
-            row[first:last] = UPDATE * (last - first)
-        elif event.action.kind in FILL and event.duration:
+        if event.duration:
             bar = _bar(event, max(last - first, 1), chunked)
             row[first : first + len(bar)] = bar
-    for event in events:
+    for event in of_kind(events, STEP):
         last = scale.column(event.end)
-        if event.action.kind == STEP and last:
+        if last:
             row[last - 1] = "|"
     return "".join(row)
 
@@ -175,26 +106,3 @@ def _bar(event: Event, length: int, chunked: bool) -> str:
     if length <= len(number + fill.strip()):
         return (fill.strip() or "f") * length
     return number.ljust(length - 1, fill) + " "
-
-
-def _versions(events: list[Event], scale: _Scale, columns: int) -> str:
-    row = [" "] * columns
-    for event in events:
-        text = str(event.action.version)
-        first = scale.column(event.start)
-        if event.action.kind in FILL and scale.column(event.end) - first > len(text):
-            row[first : first + len(text)] = text
-    return "".join(row)
-
-
-def _ruler(scale: _Scale, length: int) -> str:
-    """Times at round multiples of the unit, at least ten characters apart."""
-    for apart in (k * 10**power for power in range(12) for k in (1, 2, 5)):
-        if apart * scale.width >= 10:
-            break
-    row = ""
-    for column in range(0, length, apart * scale.width):
-        text = f"{column // scale.width * scale.unit:.4g}"
-        if column + len(text) <= length:
-            row = row.ljust(column) + text
-    return row

@@ -20,7 +20,7 @@ from megatron_2bw.engine.trace_file import names_of, spans_of
 from megatron_2bw.schedules import parse
 from megatron_2bw.tools.timelines import measured
 from megatron_2bw.tools.timelines.page import HERE, bundle
-from megatron_2bw.tools.timelines.simulator import Event
+from megatron_2bw.tools.timelines.simulator import Event, Events
 from megatron_2bw.tools.timelines.waits import cut
 
 BATCHES = 3  # in the picture and on the page
@@ -36,7 +36,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-def timed(events: Iterable[dict[str, Any]]) -> list[Event]:
+def timed(events: Iterable[dict[str, Any]]) -> Events:
     """The actions among a file's events, with their times in seconds since the
     epoch."""
     actions = []
@@ -79,7 +79,7 @@ def merge(directory: Path) -> list[Path]:
     return [trace, picture, page]
 
 
-def of_events(events: Iterable[Event], stages: int, title: str) -> dict[str, Any]:
+def of_events(events: Events, stages: int, title: str) -> dict[str, Any]:
     """A simulated timeline, with times in seconds, in the form of a merged trace: waits
     are events too."""
     records = names_of(f"pipeline: {title}", range(stages))
@@ -97,7 +97,12 @@ def main(
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
     options = parser.parse_args(words)
-    return run_program(parser.prog, lambda: print(*merge(options.folder), sep="\n"))
+
+    def work() -> None:
+        for path in merge(options.folder):
+            print(path)
+
+    return run_program(prog, work)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from megatron_2bw.schedules import REDUCE, STEP, B, F, Schedule
 from megatron_2bw.tools.timelines.simulator import (
-    Event,
-    Message,
+    Events,
     Times,
     actions_of,
     by_stage,
@@ -28,7 +26,7 @@ SMALL = 1e-9  # of the timeline's length: differences below it are rounding
 
 def drawn(
     schedule: Schedule,
-    events: list[Event],
+    events: Events,
     stages: int,
     times: Times,
     small: float = SMALL,
@@ -50,7 +48,7 @@ def drawn(
     }
 
 
-def cut(events: Iterable[Event], begin: float, until: float = math.inf) -> list[Event]:
+def cut(events: Events, begin: float, until: float = math.inf) -> Events:
     """The events that end after `begin` and start before `until`; `begin` becomes 0."""
     kept = []
     for event in events:
@@ -90,7 +88,7 @@ class Waits:
     def __init__(
         self,
         schedule: Schedule,
-        events: list[Event],
+        events: Events,
         stages: int,
         times: Times,
         small: float,
@@ -99,7 +97,7 @@ class Waits:
         self.lists = by_stage(events, stages)
         self._small = small * makespan(events)
         self._prepared = prepared(actions_of(self.lists), schedule.chunks)
-        self._sender: dict[Message, Place] = {}
+        self._sender = {}  # of each message, its place
         # batch -> end, stage and index of each reduction
         self._reduced = collections.defaultdict(list)
         reduce = times.of("reduce", stages)
@@ -126,7 +124,9 @@ class Waits:
     def _queued(self, place: Place) -> float:
         """How long the action's message waited for its link."""
         event = self.lists[place[0]][place[1]]
-        queued = event.sent - event.end if event.action.kind in (F, B) else 0.0
+        if event.action.kind not in (F, B):
+            return 0.0
+        queued = event.sent - event.end
         return queued if queued > self._small else 0.0
 
     def _cause(self, stage: int, at: int) -> Place | None:
@@ -150,7 +150,10 @@ class Waits:
         for stage, waits in enumerate(self.by_stage):
             for wait in waits:
                 causes[stage, wait.place] = (wait.stage, wait.at)
-        ends = [(own[-1].end, stage) for stage, own in enumerate(self.lists) if own]
+        ends = []
+        for stage, own in enumerate(self.lists):
+            if own:
+                ends.append((own[-1].end, stage))
         _, stage = max(ends)
         place = (stage, len(self.lists[stage]) - 1)
         path = [place]
@@ -177,7 +180,8 @@ class Waits:
         timeline begins later."""
         stage, at = place
         own = self._prepared[stage]
+        kind = own[at].action.kind
         for before in reversed(range(at)):
-            if own[before].gives and own[before].action.kind == own[at].action.kind:
+            if own[before].gives and own[before].action.kind == kind:
                 return stage, before
         return None
