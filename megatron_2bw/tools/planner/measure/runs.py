@@ -226,6 +226,8 @@ def read_log(path: Path) -> Run:
         )
     if given("multi_latent_attention") == "True":
         raise UserError(f"{path}: runs with --multi-latent-attention are not read")
+    if given("recompute_method") == "block":
+        raise UserError(f"{path}: runs with --recompute-method block are not read")
     times = []
     for line in run_log.training(log):
         if line.milliseconds:
@@ -257,9 +259,7 @@ def read_log(path: Path) -> Run:
         "extrapolate": given("two_bw_correction", "none") != "none",
         "grad_reduce_in_bf16": given("grad_reduce_in_bf16") == "True",
     }
-    block = given("recompute_method") == "block"
-    layers = _cell(given("recompute_num_layers", "")) or 1
-    row["recompute_block" if block else "recompute_layers"] = layers
+    row["recompute_layers"] = _cell(given("recompute_num_layers", "")) or 1
     layout = layout_stages(_cell(given(LAYOUT, "")))
     # no layout, or one of interleaved stages
     if len(layout) == int(row["depth"]):
