@@ -357,6 +357,11 @@ class Cost:
             overlap_cost=costs,
         )
 
+    def end(self, plan: Plan) -> tuple[float, float]:
+        """Seconds of the first stage's reduction, and of the slowest update."""
+        step = self._step(plan)
+        return step.reduce[0] + step.ends, max(step.update)
+
     def window(self, plan: Plan) -> tuple[float, float]:
         """Seconds that a late step may take at no cost ([Note: the late step's
         window]), and those of a microbatch."""

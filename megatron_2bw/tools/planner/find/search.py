@@ -19,7 +19,7 @@ from megatron_2bw.tools.planner.cost.bounds import work_bound
 from megatron_2bw.tools.planner.cost.compute import Work
 from megatron_2bw.tools.planner.cost.simulated import Cost
 from megatron_2bw.tools.planner.descriptions.cluster import Device
-from megatron_2bw.tools.planner.descriptions.plan import Plan
+from megatron_2bw.tools.planner.descriptions.plan import Plan, by_fields
 from megatron_2bw.tools.planner.find.legality import (
     Host,
     may_divide_sequences,
@@ -73,7 +73,8 @@ class Search:
             if state == "shape":
                 self._divide(plan)
             elif state == "split":
-                self._schedule(plan)
+                for scheduled in self._schedules(plan):
+                    self._put(self._work_bound(scheduled), "schedule", scheduled)
             elif state == "schedule":
                 self._vary(bound, plan)
             elif self.distinct and _key(plan) in yielded:
@@ -103,14 +104,10 @@ class Search:
         for split in self.split(shape):
             self._put(self._split_bound(split), "split", split)
 
-    def _schedule(self, split: Plan) -> None:
-        """Enter the legal schedules of a division."""
-        for plan in self._schedules(split):
-            if self._legal(plan):
-                self._put(self._work_bound(plan), "schedule", plan)
-
     def _vary(self, bound: float, scheduled: Plan) -> None:
-        """Enter the variants of a schedule."""
+        """Enter the variants of a schedule, if it is legal."""
+        if not self._legal(scheduled):
+            return
         for variant in self.variants(scheduled):
             plan = self._leaner(variant)
             self._put_bound(bound, plan)
@@ -187,8 +184,20 @@ class Search:
         return least
 
     def _work_bound(self, plan: Plan) -> float:
-        """Seconds per sample that the stages' computation alone takes."""
-        return work_bound(plan, self._works(plan)) / plan.global_batch
+        """Seconds per sample of the stages' computation and of the end of a batch."""
+        seconds = work_bound(plan, self._works(plan))
+        reduction, update = self._least_end(plan)
+        if plan.schedule == "2bw":
+            seconds = max(seconds, reduction)
+        elif plan.schedule != "pipedream":
+            seconds += update if plan.schedule == "megatron" else update + reduction
+        return seconds / plan.global_batch
+
+    @by_fields("tensor context expert depth width first last stages")
+    def _least_end(self, plan: Plan) -> tuple[float, float]:
+        """The minimum of `Cost.end` over all variants, term by term."""
+        ends = map(self.cost.end, self.variants(plan))
+        return tuple(map(min, zip(*ends)))
 
     def shapes(self) -> Iterator[Plan]:
         """One plan for each legal (tensor, context, depth, width, expert, microbatch,
