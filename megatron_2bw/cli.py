@@ -41,10 +41,6 @@ COMMANDS = {  # name: (module:function, what it does)
         "megatron_2bw.tools.convert.convert_command:main",
         "from and to Hugging Face models",
     ),
-    "simulate": (
-        "megatron_2bw.tools.planner.other_commands:run_simulate",
-        "a schedule's timeline",
-    ),
     "trace": (
         "megatron_2bw.tools.timelines.trace:main",
         "join and draw the records of --two-bw-trace",

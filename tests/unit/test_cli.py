@@ -42,7 +42,7 @@ def test_every_command_has_a_help(name, capsys):
 @pytest.mark.parametrize(
     ("typed", "status", "line"),
     [
-        ("simulat", 2, "(did you mean simulate?)"),
+        ("evaluat", 2, "(did you mean evaluate?)"),
         ("xyz", 2, "xyz is not a command:"),
         ("completion zsh", 2, "completion: error: zsh: "),
         ("train gpt @gone", 1, "@gone: "),
@@ -59,7 +59,6 @@ def test_a_mistake_is_answered_in_one_line(typed, status, line, capsys):
     [
         "",
         "doctor --help",
-        "simulate --schedule 2bw --stages 2 --microbatches 2",
         "train gpt --x",
     ],
 )

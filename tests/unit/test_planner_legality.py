@@ -216,7 +216,6 @@ ROUND_TRIP = [
     case(BERT, 2, 4, 2, 8, schedule="megatron", virtual=6),
     case(LLAMA, 2, 4, 2, 8, schedule="megatron", context=4, distributed_optimizer=True),
     case(GPT, 1, 4, 2, 8, stages=(8, 7, 5, 4)),
-    case(GPT, 1, 4, 2, 8, recompute="full", recompute_block=5),
     case(GPT, 1, 4, 2, 8, grad_reduce_in_bf16=True),
     case(PRESETS["mixtral-8x7b"], 4, 4, 8, 8, expert=8, distributed_optimizer=True),
     case(GPT, 1, 4, 2, 8, schedule="megatron", stages=(2, 9, 5, 8)),
@@ -259,8 +258,6 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
         expected[ARGUMENTS[name]] = getattr(plan, name) or None
     extra = plan.extra if any(plan.extra) else ()
     full = plan.recompute == "full"
-    again = plan.recompute_block or plan.recompute_layers
-    kind = "block" if plan.recompute_block else "uniform"
     two_bytes = plan.grad_reduce_in_bf16
     expected |= {
         "virtual_pipeline_model_parallel_size": plan.virtual
@@ -276,8 +273,8 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
         "untie_embeddings_and_output_weights": not model.tied,
         "seq_length": model.sequence,
         "recompute_granularity": None if plan.recompute == "none" else plan.recompute,
-        "recompute_method": kind if full else None,
-        "recompute_num_layers": again if full else None,
+        "recompute_method": "uniform" if full else None,
+        "recompute_num_layers": plan.recompute_layers if full else None,
     }
     assert {name: getattr(args, name) for name in expected} == expected
     config = configuration(args)

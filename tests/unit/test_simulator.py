@@ -33,7 +33,7 @@ def test_gpipe_in_rounds(stages, microbatches, size, rounds):
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_pipedream_in_megatrons_loop(stages):
     """The loop compares the stages' norms after each batch, which costs (d - 1)t_b;
-    measured so by bench/planner_accuracy.py."""
+    measured so by bench/schedule_efficiency.py."""
     times = Times(joint_step=True)
     expected = 3 * stages + 2 * (stages - 1)
     assert iteration_time(SCHEDULES["pipedream"], stages, stages, times) == expected

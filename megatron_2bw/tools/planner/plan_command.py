@@ -29,7 +29,7 @@ from megatron_2bw.base.errors import (
 from megatron_2bw.base.files import write_json
 from megatron_2bw.run.flags.project_flags import schedule_name
 from megatron_2bw.schedules import SCHEDULE_NAMES
-from megatron_2bw.tools.planner import other_commands
+from megatron_2bw.tools.planner.calibrate_command import run_calibrate
 from megatron_2bw.tools.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.tools.planner.descriptions import inputs
 from megatron_2bw.tools.planner.descriptions.cluster import INFINIBAND, network
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw plan") -> 
     commands = {
         "plan": run_plan,
         "profile": run_profile,
-        "calibrate": other_commands.run_calibrate,
+        "calibrate": run_calibrate,
     }
     name = words.pop(0) if words and words[0] in commands else "plan"
     prog += "" if name == "plan" else f" {name}"

@@ -250,16 +250,9 @@ def preset(name: str, servers: int) -> Cluster:
     unknown."""
     if name in PRESETS:
         return replace(PRESETS[name], servers=servers)
-    near = name
-    length = 0
-    for known, cluster in PRESETS.items():
-        gpu = re.sub("rtx-|-.*", "", cluster.device.name.lower())
-        if gpu in name.lower() and len(gpu) > length:
-            near = known
-            length = len(gpu)
     raise UserError(
         f"--cluster {name}: not one of {', '.join(PRESETS)}, and no "
-        f"file{did_you_mean(near, PRESETS)}"
+        f"file{did_you_mean(name, PRESETS)}"
     )
 
 
