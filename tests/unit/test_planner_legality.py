@@ -70,7 +70,6 @@ CASES = [
     ("--global-batch-size gives too few", dict(microbatches=5, extra_warmup=(0, 2, 0))),
     ("virtual stages do not divide", dict(virtual=4, schedule="megatron")),
     ("the GPU has no bf16", dict(bf16=False)),
-    ("extra warm-up only", dict(extra_warmup=(0, 1))),
     ("pipedream with fp16", dict(tied=False, precision="fp16", schedule="pipedream")),
 ]
 

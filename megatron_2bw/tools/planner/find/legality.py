@@ -37,11 +37,11 @@ def violations(plan: Plan, model: Model, *host: int | str | bool) -> Iterator[st
     yield from _stages(plan, model)
     if on.precision == "bf16" and not on.bf16:
         yield "the GPU has no bf16: use --precision fp16"
-    yield from _of_two_bw(plan)
-    if plan.gpipe_round and (
-        plan.schedule != "gpipe" or plan.gpipe_round > plan.microbatches
-    ):
-        yield "--gpipe-round only with gpipe, of at most a batch's microbatches"
+    slots = [2]
+    if plan.schedule == "2bw":
+        slots = [1, 2, "shard"] if plan.distributed_optimizer else [1, 2]
+    if plan.gradient_slots not in slots:
+        yield "gradient slots only with 2bw, and shard only with the distributed optimizer"
     if plan.schedule == "pipedream":
         yield from _pipedream(plan, model, on)
 
@@ -105,13 +105,8 @@ def _stages(plan: Plan, model: Model) -> Iterator[str]:
 
 
 def _share_layers(plan: Plan, model: Model) -> bool:
-    """Megatron does not look at the sizes of a layout's middle stages: none, or less
-    than none, would pass."""
     if plan.stages:
-        if plan.first or plan.last or plan.virtual > 1:
-            return False
-        whole = sum(plan.stages) == model.layers and min(plan.stages) >= 1
-        return whole and len(plan.stages) == plan.depth > 1
+        return sum(plan.stages) == model.layers and len(plan.stages) == plan.depth
     layers = model.layers - plan.first - plan.last
     stages = plan.depth - bool(plan.first) - bool(plan.last)
     if stages == 0:
@@ -125,23 +120,6 @@ def _too_few_microbatches(plan: Plan) -> bool:
     if plan.virtual > 1:
         return plan.microbatches % plan.depth > 0
     return plan.microbatches < plan.pipeline.min_microbatches(plan.depth)
-
-
-def _of_two_bw(plan: Plan) -> Iterator[str]:
-    ours = plan.schedule == "2bw"
-    slots = [2]
-    if ours:
-        slots = [1, 2, "shard"] if plan.distributed_optimizer else [1, 2]
-    if plan.gradient_slots not in slots:
-        yield "gradient slots only with 2bw, and shard only with the distributed optimizer"
-    if plan.host and (not ours or plan.gradient_slots != 2):
-        yield "--two-bw-optimizer host only with 2bw"
-    if plan.extra_warmup and (
-        not ours or plan.depth == 1 or len(plan.extra_warmup) not in (1, plan.depth - 1)
-    ):
-        yield "extra warm-up only with 2bw, one number or one for each boundary"
-    if plan.extrapolate and not ours:
-        yield "--two-bw-correction only with 2bw"
 
 
 def _pipedream(plan: Plan, model: Model, on: Host) -> Iterator[str]:

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_2bw.tools.planner.cost.bounds import work_bound
-from megatron_2bw.tools.planner.cost.compute import Work
 from megatron_2bw.tools.planner.cost.simulated import Cost
 from megatron_2bw.tools.planner.descriptions.cluster import Device
 from megatron_2bw.tools.planner.descriptions.plan import Plan, by_fields
@@ -169,23 +168,12 @@ class Search:
 
     def _split_bound(self, plan: Plan) -> float:
         """Seconds per sample if the busiest stage never waited."""
-        longest = max(work.total for work in self._works(plan))
+        longest = max(work.total for work in self.cost.fastest.stages(plan))
         return longest / (plan.microbatch * plan.width)
-
-    def _works(self, split: Plan) -> list[Work]:
-        """Work of one microbatch on each stage, in the rank order that puts it on the
-        faster GPUs."""
-        if not self.cost.cluster.devices:
-            return self.cost.stages(split)
-        least = []
-        for inside in self.space.pipeline_inside:
-            works = self.cost.stages(split.changed(pipeline_inside=inside))
-            least = [*map(Work.least, works, least or works)]
-        return least
 
     def _work_bound(self, plan: Plan) -> float:
         """Seconds per sample of the stages' computation and of the end of a batch."""
-        seconds = work_bound(plan, self._works(plan))
+        seconds = work_bound(plan, self.cost.fastest.stages(plan))
         reduction, update = self._least_end(plan)
         if plan.schedule == "2bw":
             seconds = max(seconds, reduction)

@@ -181,9 +181,9 @@ def table(result: Result) -> str:
         plans.append([place, *_plan_cells(cost, estimate)])
         times.append([place, *_time_cells(estimate, error)])
     attention = "flash attention"
-    if not cost.memory.flash:
+    if not cost.flash:
         attention = "attention that keeps its scores"
-    if cost.memory.torch_adam:
+    if cost.torch_adam:
         attention += ", torch's Adam"
     name = cost.model.name
     lines = [

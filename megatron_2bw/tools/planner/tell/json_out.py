@@ -25,7 +25,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "cluster": cluster,
         "space": asdict(result.space),
         "precision": cost.precision,
-        "flash": cost.memory.flash,
+        "flash": cost.flash,
         "margin": cost.share_left_free,
         "error": cost.cluster.device.error,
         "ties": result.ties,

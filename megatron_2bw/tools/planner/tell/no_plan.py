@@ -64,15 +64,6 @@ def _remedies(cost: Cost, space: Space, smallest: Plan) -> Iterator[str]:
     if larger:
         name = min(larger, key=attrgetter("memory_gib", "name")).name
         yield f"GPUs of {math.ceil(10 * size) / 10:g} GiB or more, such as {name}"
-    large, *devices = (
-        replace(each, host_gib=1e6)
-        for each in (cost.cluster.device, *cost.cluster.devices)
-    )
-    cluster = replace(cost.cluster, device=large, devices=tuple(devices))
-    held = _fitting(replace(cost, cluster=cluster), space)
-    if held is not None and held.host:
-        size = math.ceil(max(cost.memory.host_bytes(held)) / GIB)
-        yield f"{size} GiB of host memory for each GPU (host_gib), with {held.title}"
 
 
 def _fitting(cost: Cost, space: Space) -> Plan | None:
