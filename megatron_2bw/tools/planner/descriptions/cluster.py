@@ -226,25 +226,6 @@ def network(text: str) -> Link:
     return Link(0.8 * total / 8, 20 if name else 50, int(cards or 1))
 
 
-_BRANDS = {"nvidia", "tesla", "geforce", "amd", "instinct"}
-
-
-def _words(name: str) -> set[str]:
-    return {*re.findall("[a-z0-9]+", name.lower())} - _BRANDS
-
-
-def known_gpu(name: str) -> Device | None:
-    """The only GPU with all words of the name, or all of whose words the name has:
-    B200, NVIDIA H100 80GB HBM3."""
-    words = _words(name)
-    similar = []
-    for gpu in GPUS.values():
-        known = _words(gpu.name)
-        if words and (words <= known or known <= words):
-            similar.append(gpu)
-    return similar[0] if len(similar) == 1 else None
-
-
 def preset(name: str, servers: int) -> Cluster:
     """A preset with that many servers. UserError lists the names if the name is
     unknown."""
