@@ -350,10 +350,10 @@ PRESETS = {name: Model(name, **entry) for name, entry in _DATA["models"].items()
 def preset(name: str, sequence: int | None = None) -> Model:
     """A preset, with another sequence length if given. UserError lists the names if the
     name is unknown."""
-    model = PRESETS.get(name) or PRESETS.get(f"gpt-{name}")
-    if model is None:
+    if name not in PRESETS:
         raise UserError(
             f"--model {name}: not one of {', '.join(PRESETS)}, and no "
             f"file{did_you_mean(name, PRESETS)}"
         )
+    model = PRESETS[name]
     return replace(model, sequence=sequence) if sequence else model

@@ -20,7 +20,6 @@ from megatron_2bw.tools.planner.cost.simulated import Cost
 from megatron_2bw.tools.planner.descriptions.cluster import Device
 from megatron_2bw.tools.planner.descriptions.plan import Plan, by_fields
 from megatron_2bw.tools.planner.find.legality import (
-    Host,
     may_divide_sequences,
     violations,
 )
@@ -52,7 +51,7 @@ class Search:
         self.limit = limit
         self.model = cost.model
         cluster = cost.cluster
-        self._host = Host(cluster.gpus, cost.precision, cluster.device.bf16)
+        self._host = (cluster.gpus, cost.precision, cluster.device.bf16)
         # plans with equal bounds leave the queue in the order of enumeration
         self._number = itertools.count()
         self._queue: list[tuple[float, int, str, Plan]] = []
@@ -173,7 +172,11 @@ class Search:
 
     def _work_bound(self, plan: Plan) -> float:
         """Seconds per sample of the stages' computation and of the end of a batch."""
-        seconds = work_bound(plan, self.cost.fastest.stages(plan))
+        orders = [plan]
+        if self.cost.cluster.devices:
+            orders.append(plan.changed(pipeline_inside=True))
+        works = map(self.cost.stages, orders)
+        seconds = min(work_bound(plan, work) for work in works)
         reduction, update = self._least_end(plan)
         if plan.schedule == "2bw":
             seconds = max(seconds, reduction)
