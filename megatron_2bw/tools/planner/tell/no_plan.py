@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 from operator import attrgetter
 
 from megatron_2bw.tools.planner.cost.memory import GIB
@@ -53,22 +52,14 @@ def _remedies(cost: Cost, space: Space, smallest: Plan) -> Iterator[str]:
         space.batch,
         context=space.context,
         grad_reduce_in_bf16=space.grad_reduce_in_bf16,
+        extrapolate=space.extrapolate,
     )
-    other = _fitting(cost, replace(every, extrapolate=space.extrapolate))
-    other = other or _fitting(cost, every)
-    if other is not None:
-        flags = shlex.join(other.flags(cost.precision))
+    plans, _ = ranked(Search(cost, every), 1)
+    for plan in plans:
+        flags = shlex.join(plan.flags(cost.precision))
         yield f"on these GPUs the choices that the flags exclude: {flags}"
     size = cost.gpu_bytes(smallest) / GIB
     larger = [gpu for gpu in GPUS.values() if gpu.memory_gib >= size]
     if larger:
         name = min(larger, key=attrgetter("memory_gib", "name")).name
         yield f"GPUs of {math.ceil(10 * size) / 10:g} GiB or more, such as {name}"
-
-
-def _fitting(cost: Cost, space: Space) -> Plan | None:
-    """The plan that is recommended, if it has a microbatch for each stage."""
-    plans, _ = ranked(Search(cost, space), 1)
-    if plans and plans[0].microbatches >= plans[0].depth:
-        return plans[0]
-    return None
