@@ -221,11 +221,14 @@ class Plan:
         layers = self.recompute_layers
         slots = self.schedule == "2bw" and self.gradient_slots != 2
         return command_line(
-            (True, f"--pipeline-schedule {self.schedule}"),
-            (True, f"--tensor-model-parallel-size {self.tensor}"),
-            (True, f"--pipeline-model-parallel-size {self.depth}"),
-            (True, f"--micro-batch-size {self.microbatch}"),
-            (True, f"--global-batch-size {self.global_batch}"),
+            (
+                True,
+                f"--pipeline-schedule {self.schedule} "
+                f"--tensor-model-parallel-size {self.tensor} "
+                f"--pipeline-model-parallel-size {self.depth} "
+                f"--micro-batch-size {self.microbatch} "
+                f"--global-batch-size {self.global_batch}",
+            ),
             (self.context > 1, f"--context-parallel-size {self.context}"),
             (self.expert > 1, f"--expert-model-parallel-size {self.expert}"),
             (self.first, f"--decoder-first-pipeline-num-layers {self.first}"),
