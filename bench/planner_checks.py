@@ -50,14 +50,11 @@ class Check:
     assumes: str
 
 
-def check(
-    claim: str, holds: bool, result: str, rows: list[dict], subject: Any = ""
-) -> Check:
-    """A check of an entry of claims.yaml. subject: what its name leaves open."""
+def check(claim: str, holds: bool, result: str, rows: list[dict]) -> Check:
+    """A check of an entry of claims.yaml."""
     spec = CLAIMS[claim]
-    name = spec["name"].format(subject)
     return Check(
-        name,
+        spec["name"],
         spec["source"],
         spec["bar"],
         bool(holds),  # NumPy's is no JSON
@@ -67,15 +64,18 @@ def check(
     )
 
 
-def within(claim: str, rows: list[dict], subject: Any = "") -> Check:
+def within(claim: str, rows: list[dict]) -> Check:
     """Whether the relative error of each row, apart from rows that the planner was
     fitted to, is small enough."""
     spec = CLAIMS[claim]
     column = spec.get("column", "error")
-    worst = max(abs(row[column]) for row in rows if not row.get("fitted to"))
+    worst = 0.0
+    for row in rows:
+        if not row.get("fitted to"):
+            worst = max(worst, abs(row[column]))
     shown = rows if spec.get("shown", True) else []
     holds = worst <= spec["limit"]
-    return check(claim, holds, f"largest error {worst:.1%}", shown, subject)
+    return check(claim, holds, f"largest error {worst:.1%}", shown)
 
 
 def compared(
@@ -98,16 +98,17 @@ def table(name: str) -> list[SimpleNamespace]:
     """The rows of a published table: their cells, and the model and the plan that these
     describe."""
     with open(MEASURED / name, newline="") as file:
-        return [described_row(cells) for cells in csv.DictReader(file)]
+        return list(map(described_row, csv.DictReader(file)))
 
 
 def described_row(cells: dict[str, str]) -> SimpleNamespace:
-    values = {column: typed(text) for column, text in cells.items()}
-    row = SimpleNamespace(**values)
-    if "layers" in values:
-        row.model = Model(**fields_of(Model, values))
-    if "microbatches" in values:
-        row.plan = Plan(**fields_of(Plan, values))
+    row = SimpleNamespace()
+    for column, text in cells.items():
+        setattr(row, column, typed(text))
+    if "layers" in cells:
+        row.model = fields_of(Model, row)
+    if "microbatches" in cells:
+        row.plan = fields_of(Plan, row)
     return row
 
 
@@ -119,9 +120,13 @@ def typed(text: str) -> Any:
         return text
 
 
-def fields_of(kind: type, values: dict[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in fields(kind)}
-    return {name: value for name, value in values.items() if name in names}
+def fields_of(kind: type, row: SimpleNamespace) -> Any:
+    """The dataclass of the row's cells with names of its fields."""
+    values = {}
+    for field in fields(kind):
+        if hasattr(row, field.name):
+            values[field.name] = getattr(row, field.name)
+    return kind(**values)
 
 
 def a100_cost(model: Model, gpus: int) -> Cost:
@@ -132,7 +137,9 @@ def a100_cost(model: Model, gpus: int) -> Cost:
 
 
 def best(cost: Cost, space: Space) -> Plan | None:
-    return next((plan for _, plan in Search(cost, space)), None)
+    for _, plan in Search(cost, space):
+        return plan
+    return None
 
 
 def throughput(cost: Cost, plan: Plan) -> float:

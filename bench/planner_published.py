@@ -8,6 +8,7 @@ import random
 import statistics
 from collections import defaultdict
 from dataclasses import replace
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -41,14 +42,14 @@ DETERMINISTIC = 2.2
 Row = dict[str, Any]
 
 
-def vtrain(fits: int = 10) -> list[Check]:
-    """Calibrated on 20 random rows, `fits` times; ranked within the groups of one
+def vtrain() -> list[Check]:
+    """Calibrated on 20 random rows, ten times; ranked within the groups of one
     problem."""
     runs = read_runs(MEASURED / "vtrain_single_node.csv")
-    rows = [_vtrain_row(runs, seed) for seed in range(fits)]
-    rank = min(row["median Spearman"] for row in rows)
-    regret = max(row["median top-1 regret"] for row in rows)
-    error = statistics.mean(row["mean absolute error"] for row in rows)
+    rows = [_vtrain_row(runs, seed) for seed in range(10)]
+    rank = min(map(itemgetter("median Spearman"), rows))
+    regret = max(map(itemgetter("median top-1 regret"), rows))
+    error = statistics.mean(map(itemgetter("mean absolute error"), rows))
     result = (
         f"worst draw: Spearman {rank}, regret {regret:.1%}; "
         f"mean absolute error {error:.1%}"
@@ -61,7 +62,7 @@ def _vtrain_row(runs: list[Run], seed: int) -> Row:
     preset = cluster.PRESETS["dgx-a100-40"]
     fitted = calibrate(preset, [runs[index] for index in chosen])
     predicted = np.array(predict(fitted, runs))
-    measured = np.array([run.seconds for run in runs])
+    measured = _seconds(runs)
     ranks = []
     regrets = []
     for members in _problems(runs):
@@ -79,12 +80,16 @@ def _vtrain_row(runs: list[Run], seed: int) -> Row:
     }
 
 
+def _seconds(runs: list[Run]) -> np.ndarray:
+    return np.array(list(map(attrgetter("seconds"), runs)))
+
+
 def _problems(runs: list[Run]) -> list[list[int]]:
     """The places of the runs of each problem that has more than two."""
     problems: dict[tuple, list[int]] = defaultdict(list)
     for index, run in enumerate(runs):
-        plan, model = run.plan, run.model
-        key = (plan.gpus, plan.global_batch, model.hidden, model.layers)
+        plan = run.plan
+        key = (plan.gpus, plan.global_batch, run.model.hidden, run.model.layers)
         problems[key].append(index)
     return [members for members in problems.values() if len(members) > 2]
 
@@ -92,8 +97,11 @@ def _problems(runs: list[Run]) -> list[list[int]]:
 def zero_bubble_table() -> list[Check]:
     """A100-80GB, RoCE: 1F1B and interleaved as Megatron ran them then, ZB by a greedy
     order (bench/zero_bubble.py)."""
-    rows = [_zero_bubble_row(row) for row in table("zero_bubble.csv")]
-    flush = {(row["model"], row["m"]): row for row in rows if row["schedule"] == "1f1b"}
+    rows = list(map(_zero_bubble_row, table("zero_bubble.csv")))
+    flush = {}
+    for row in rows:
+        if row["schedule"] == "1f1b":
+            flush[row["model"], row["m"]] = row
     for row in rows:
         base = flush[row["model"], row["m"]]
         real = row["measured samples/GPU/s"] / base["measured samples/GPU/s"]
@@ -184,7 +192,7 @@ def _fastest(row: Any) -> tuple[float, Plan]:
         )
         if cost.fits(plan):
             fitting.append((cost.seconds(plan), plan))
-    return min(fitting, key=lambda pair: pair[0])
+    return min(fitting, key=itemgetter(0))
 
 
 def _published_flops(model: Model, batch: int) -> float:
@@ -209,7 +217,8 @@ def kernels() -> list[Check]:
     shares = []
     holds = True
     for row in rows:
-        large, ours = row["share of large products"], row["planner's"]
+        large = row["share of large products"]
+        ours = row["planner's"]
         shares.append(f"{row['GPU']} {large} ({ours})")
         holds &= abs(large - ours) <= 0.03
     result = (
@@ -275,11 +284,14 @@ def _all_reduce_error(server: Cluster, gpu: str, ranks: int) -> float:
 
 def golden() -> list[Check]:
     """Megatron-LM's own tests of a 7B on 8 GPUs, one batch of 8."""
-    rows = [_golden_row(row) for row in table("megatron_golden_7b.csv")]
-    hopper = [row for row in rows if row["GPU"] != "GB200"]
-    blackwell = [row for row in rows if row["GPU"] == "GB200"]
-    # The memory of the A100's runs is fitted to nothing.
-    memory = [row | {"fitted to": False} for row in rows]
+    rows = list(map(_golden_row, table("megatron_golden_7b.csv")))
+    hopper = []
+    blackwell = []
+    memory = []
+    for row in rows:
+        (blackwell if row["GPU"] == "GB200" else hopper).append(row)
+        # The memory of the A100's runs is fitted to nothing.
+        memory.append(row | {"fitted to": False})
     return [
         within("golden_h100", hopper),
         within("golden_gb200", blackwell),
@@ -367,9 +379,9 @@ def _by_thirds(claim: str, server: Cluster) -> Check:
     for first in range(3):
         fitted = calibrate(server, runs[first::3])
         rest = [run for index, run in enumerate(runs) if index % 3 != first]
-        samples = np.array([run.plan.global_batch for run in rest])
+        samples = np.array(list(map(attrgetter("plan.global_batch"), rest)))
         predicted = predict(fitted, rest) / samples
-        measured = [run.seconds for run in rest] / samples
+        measured = _seconds(rest) / samples
         error = np.abs(predicted / measured - 1).mean()
         rank = statistics.correlation(measured, predicted, method="ranked")
         rows.append(
@@ -379,8 +391,8 @@ def _by_thirds(claim: str, server: Cluster) -> Check:
                 "Spearman": round(rank, 3),
             }
         )
-    error = max(row["error"] for row in rows)
-    rank = min(row["Spearman"] for row in rows)
+    error = max(map(itemgetter("error"), rows))
+    rank = min(map(itemgetter("Spearman"), rows))
     result = f"worst third: mean absolute error {error:.1%}, Spearman {rank}"
     return check(claim, error <= 0.15 and rank >= 0.9, result, rows)
 
@@ -388,9 +400,9 @@ def _by_thirds(claim: str, server: Cluster) -> Check:
 def multi_node() -> list[Check]:
     """Runs on 64 to 512 A100 that chose no constant."""
     runs = read_runs(MEASURED / "vtrain_multi_node.csv")
-    measured = np.array([run.seconds for run in runs])
+    measured = _seconds(runs)
     errors = predict(cluster.PRESETS["dgx-a100-80"], runs) / measured - 1
-    sizes = np.array([run.model.hidden for run in runs])
+    sizes = np.array(list(map(attrgetter("model.hidden"), runs)))
     rows = []
     for hidden in sorted(set(sizes.tolist())):
         own = errors[sizes == hidden]

@@ -42,7 +42,7 @@ COMMANDS = {  # name: (module:function, what it does)
         "from and to Hugging Face models",
     ),
     "simulate": (
-        "megatron_2bw.tools.planner.other_commands:run_simulate",
+        "megatron_2bw.tools.timelines.simulate_command:main",
         "a schedule's timeline",
     ),
     "trace": (

@@ -398,7 +398,7 @@ def test_the_log_of_a_run_is_a_run(tmp_path):
     )
     assert not read_log(scores).flash
     assert read_log(scores).model.bias
-    # A layout, context parallelism, some layers again, gradients in 16 bits.
+    # A layout, context parallelism, layers by twos, gradients in 16 bits.
     names = dict(
         pipeline_model_parallel_layout="Et*4|t*3|t*2|tL", context_parallel_size=2
     )
@@ -406,15 +406,10 @@ def test_the_log_of_a_run_is_a_run(tmp_path):
     assert run.plan.stages == (4, 3, 2, 1)
     assert run.plan.context == 2
     assert run.plan.gpus == 16
-    block = dict(
-        recompute_granularity="full", recompute_method="block", recompute_num_layers=2
-    )
-    plan = read_log(log(tmp_path / "b.log", **block, grad_reduce_in_bf16=True)).plan
-    assert (plan.recompute_block, plan.recompute_layers, plan.grad_reduce_in_bf16) == (
-        2,
-        1,
-        True,
-    )
+    again = dict(recompute_granularity="full", recompute_num_layers=2)
+    plan = read_log(log(tmp_path / "b.log", **again, grad_reduce_in_bf16=True)).plan
+    assert plan.recompute_layers == 2
+    assert plan.grad_reduce_in_bf16
 
 
 def test_the_records_of_all_ranks_are_a_run(tmp_path):
@@ -438,24 +433,6 @@ def test_the_records_of_all_ranks_are_a_run(tmp_path):
     )
     (tmp_path / "run").rename(tmp_path / "moved")
     assert read([tmp_path]) == read([tmp_path / "moved" / "job.out"]) == [run]
-
-
-def test_the_memory_of_megatrons_own_schedule(tmp_path):
-    plain = dict(
-        two_bw_gradient_slots=2, two_bw_correction="none", two_bw_extra_warmup="()"
-    )
-    path = log(tmp_path / "run.log", memory="", pipeline_schedule="megatron", **plain)
-    report = (
-        "[Rank {}] (after 2 iterations) memory (MB) | allocated: 1.00 | max "
-        "allocated: {} | reserved: 2.00\n"
-    )
-    path.write_text(
-        path.read_text()
-        + "".join(report.format(2 * stage, 1024 * stage) for stage in range(3))
-    )
-    assert read_log(path).memory == 0  # the last stage is missing
-    path.write_text(path.read_text() + report.format(6, 1536.0))
-    assert read_log(path).memory == 2
 
 
 def test_folders_of_logs_are_read_with_tables(tmp_path):

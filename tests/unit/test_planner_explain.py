@@ -9,17 +9,14 @@ import re
 from dataclasses import asdict, replace
 
 import pytest
-from pytest import approx
 
 from megatron_2bw.tools.planner.cost.memory import GIB
 from megatron_2bw.tools.planner.cost.simulated import Cost
 from megatron_2bw.tools.planner.descriptions import cluster as clusters
 from megatron_2bw.tools.planner.descriptions.model import PRESETS
-from megatron_2bw.tools.planner.descriptions.plan import Plan
 from megatron_2bw.tools.planner.find.advice import TIGHT
 from megatron_2bw.tools.planner.find.search import Search
 from megatron_2bw.tools.planner.find.space import Space
-from megatron_2bw.tools.planner.tell import rejections as left_out
 from megatron_2bw.tools.planner.tell.explain import (
     ESTIMATED,
     MEASURED,
@@ -32,7 +29,7 @@ from megatron_2bw.tools.planner.tell.explain import (
     three,
 )
 from megatron_2bw.tools.planner.tell.json_out import as_json
-from megatron_2bw.tools.planner.tell.rejections import nothing_fits, rejections
+from megatron_2bw.tools.planner.tell.no_plan import nothing_fits
 from tests.unit.test_planner_profile import PROFILE
 
 GPT = PRESETS["gpt-355m"]
@@ -197,22 +194,6 @@ def test_the_first_lines_are_the_plan_and_what_2bw_gains_and_costs(result):
     assert (copy in text) == plan.extrapolate
 
 
-def test_2bw_that_fits_without_its_correction_alone_is_named():
-    few = replace(P3, device=replace(P3.device, memory_gib=9.6))
-    space = dict(
-        depth=(8,),
-        microbatch=(1,),
-        recompute=("none",),
-        gradient_slots=(2,),
-        uneven=False,
-        host=False,
-    )
-    plan = searched(LARGER, few, **space).estimates[0].plan
-    text = first(searched(LARGER, few, **space, extrapolate=True))
-    assert plan.schedule == "2bw"
-    assert f"without its correction (--no-extrapolate): {plan.title} (" in text
-
-
 def test_the_rivals_are_the_best_of_every_other_schedule(result):
     winner, *rivals = [result.estimates[0], *result.rivals]
     shape = (winner.plan.tensor, winner.plan.depth, winner.plan.width)
@@ -237,63 +218,12 @@ def test_the_rivals_are_the_best_of_every_other_schedule(result):
         ]
 
 
-# --- what was left out
-# --------------------------------------------------------------------------------------
-
-
-def test_rejections_are_counted_by_cause(tight):
-    found = searched(replace(GPT, heads=12, groups=12, head_size=64), batch=4)
-    assert found.search.rejected
-    for cause, count in found.search.rejected.items():
-        assert re.search(
-            rf"^ +{count}  {re.escape(cause)}$", rejections(found), re.MULTILINE
-        )
-    assert f"of the table (ESTIMATED): {len(tight.search.too_large)}\n" in rejections(
-        tight
-    )
-
-
-def test_the_fastest_plan_that_does_not_fit_is_named(tight):
-    large = tight.cost.estimate(tight.search.too_large[0])
-    text = " ".join(rejections(tight).split())
-    assert (
-        f"{large.plan.title} ({three(large.throughput)} samples/s) does not fit" in text
-    )
-    assert (
-        f"needs {large.heaviest / GIB:.2f} GiB, and "
-        f"{min(large.capacities) / GIB:.2f} GiB are allowed"
-    ) in text
-    assert as_json(tight)["too_large"]["fastest"]["headroom"] < 0
-    same = searched(
-        PRESETS["gpt-3.8b"], clusters.preset("p3.16xlarge", 2), 8, host=False
-    )
-    huge = searched(batch=4096)
-    slow = searched(
-        PRESETS["llama-8b"],
-        clusters.preset("8xa10", 2),
-        8,
-        precision="bf16",
-        host=False,
-    )
-    assert same.search.too_large[0].title in {
-        estimate.plan.title for estimate in same.estimates
-    }
-    assert huge.cost.gpu_bytes(huge.search.too_large[0]) > 500 * GIB
-    for found in (same, huge, slow):
-        name, rate, need = re.findall(
-            r"^- (.+) \((.+) sam.+ needs ([\d.]+) GiB", rejections(found), re.MULTILINE
-        )[0]
-        assert name not in {estimate.plan.title for estimate in found.estimates}
-        assert float(need) < 185
-        assert float(rate) > min(estimate.throughput for estimate in found.estimates)
-
-
 def test_faster_plans_that_may_fit_are_told_and_never_first():
     """Their certain bytes fit, and the estimate is at most a tenth of the GPU's memory
     above what is allowed."""
     found = searched(LARGER, replace(P3, gpus_per_server=4), 32)
     (estimate,), cost = found.tight, found.cost
-    assert cost.on(cost.cluster, spare=-TIGHT).fits(estimate.plan)
+    assert replace(cost, spare=-TIGHT).fits(estimate.plan)
     assert not cost.fits(estimate.plan)
     assert estimate.throughput > found.estimates[0].throughput
     assert estimate.headroom < 0
@@ -325,7 +255,7 @@ def failed(
     return text, cost, search
 
 
-def test_where_nothing_fits_the_memory_and_the_servers_that_are_named_suffice():
+def test_where_nothing_fits_the_memory_that_is_named_suffices():
     model = PRESETS["gpt-28.3b"]
     space = Space(16, host=False)
     text, cost, search = failed(model, P3, space)
@@ -342,30 +272,17 @@ def test_where_nothing_fits_the_memory_and_the_servers_that_are_named_suffice():
             model, replace(P3, device=replace(P3.device, memory_gib=gib)), "fp16"
         )
         assert any(map(larger.fits, search.too_large)) == fits
-    servers = int(re.search(r"or (\d+) servers", text)[1])
-    for number, fits in ((servers, True), (servers // 2, False)):
-        assert (
-            left_out._fitting(Cost(model, replace(P3, servers=number), "fp16"), space)
-            is not None
-        ) == fits
-    plan = left_out._fitting(Cost(model, replace(P3, servers=servers), "fp16"), space)
-    assert plan.title in text
-    assert plan.microbatches >= plan.depth
-    assert (
-        clusters.GPUS[re.search(r"or more, such as ([^;]+);", text)[1]].memory_gib
-        >= memory
-    )
+    gpu = re.search(r"or more, such as (\S+)\.$", text)[1]
+    assert clusters.GPUS[gpu].memory_gib >= memory
     # no GPU has that much
     assert "GiB or more" not in failed(PRESETS["gpt-175b"], P3, space)[0]
-    # only one microbatch on sixteen stages would fit
-    assert "servers" not in failed(model, P3, Space(1))[0]
 
 
 def test_where_nothing_is_legal_the_causes_are_reported():
     text, _, search = failed(GPT, P3, Space(2, depth=(1,), tensor=(1,)))
     assert text.startswith("No plan is legal on 8 GPUs with a global batch of 2: ")
     assert search.rejected
-    assert "the global batch is smaller than the data-parallel size" in text
+    assert "--global-batch-size gives too few microbatches" in text
 
 
 # --- evidence and JSON
@@ -406,36 +323,19 @@ def test_every_term_says_whether_it_was_measured(cluster, found):
         if line[0] == "-"
     ]
     assert {term: line[2] for line in lines for term in line[1].split(", ")} == tags
-    space = Space(64)
-    text = table(
-        Result(
-            cost, space, [cost.estimate(Plan(1, 2, 4, 8, 2))], Search(cost, space), 0.0
-        )
-    )
-    for term, tag in tags.items():
-        assert re.search(rf"{tag}: [a-z, ]*\b{term}\b", text)
 
 
 def test_the_json_is_plain_and_whole(result):
     written = as_json(result)
     assert json.loads(json.dumps(written, allow_nan=False)) == written
     assert written["model"] == asdict(result.cost.model)
-    assert written["cluster"]["device"]["name"] == "V100-16GB"
-    assert written["margin"] == result.cost.margin
+    assert written["margin"] == result.cost.share_left_free
     assert written["search_seconds"] == 0.25
-    assert written["rejected"] == dict(result.search.rejected)
-    assert written["too_large"]["count"] == len(result.search.too_large)
     assert set(written["evidence"]) == {*TERMS, "memory"}
-    assert json.dumps(as_json(searched(cluster=profiled(), count=1)), allow_nan=False)
     for plan, estimate in zip(written["plans"], result.estimates, strict=True):
         fields = asdict(estimate.plan)
         assert {name: plan[name] for name in fields} == json.loads(json.dumps(fields))
         assert plan["seconds"] == estimate.seconds
-        assert plan["samples_per_second"] == estimate.throughput
-        each = plan["tokens_per_second"] / result.cost.model.sequence
-        assert each == approx(estimate.throughput)
         assert plan["split"] == asdict(estimate.split)
         assert plan["flags"] == estimate.plan.flags("fp16")
-        totals = [stage["total"] for stage in plan["memory"]]
-        assert totals == [stage.total for stage in estimate.memory]
         assert plan["headroom"] == estimate.headroom

@@ -6,13 +6,16 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from megatron_2bw.base.files import read_yaml
 from megatron_2bw.mcore import cpu
 from megatron_2bw.run.flags import checks
 from megatron_2bw.run.flags.parse import check, parse_early, prepare
@@ -20,6 +23,7 @@ from megatron_2bw.run.flags.unsupported import layout_stages
 from megatron_2bw.schedules import SCHEDULE_NAMES
 from megatron_2bw.tools.planner.descriptions.model import PRESETS, Model
 from megatron_2bw.tools.planner.descriptions.plan import ARGUMENTS, Plan
+from megatron_2bw.tools.planner.descriptions.reading import described
 from megatron_2bw.tools.planner.find.legality import violations
 from tests.unit.test_planner_search import property_of
 
@@ -70,7 +74,6 @@ CASES = [
     ("--global-batch-size gives too few", dict(microbatches=5, extra_warmup=(0, 2, 0))),
     ("virtual stages do not divide", dict(virtual=4, schedule="megatron")),
     ("the GPU has no bf16", dict(bf16=False)),
-    ("extra warm-up only", dict(extra_warmup=(0, 1))),
     ("pipedream with fp16", dict(tied=False, precision="fp16", schedule="pipedream")),
 ]
 
@@ -145,82 +148,14 @@ def parsed(argv: list[str], gpus: int, checked: bool = True) -> argparse.Namespa
 # --- round trip
 # --------------------------------------------------------------------------------------
 
-LLAMA = PRESETS["llama-8b"]
-BERT = PRESETS["bert-48"]
-UNTIED = replace(GPT, tied=False)
-QWEN = replace(
-    LLAMA,
-    name="qwen",
-    layers=28,
-    hidden=3584,
-    heads=28,
-    groups=4,
-    ffn=18944,
-    head_size=128,
-    qkv_bias=True,
-)
-WIDE = replace(GPT, name="wide heads", head_size=256)
 
-
-def case(
-    model: Model,
-    tensor: int,
-    depth: int,
-    width: int,
-    microbatches: int,
-    precision: str = "bf16",
-    **fields,
-):
-    fields = {"sequence_parallel": tensor in (4, 8)} | fields
-    plan = Plan(
-        tensor, depth, width, fields.pop("microbatch", 1), microbatches, **fields
-    )
-    name = f"{model.name} {plan.name} {precision} " + " ".join(
-        f"{key}={value}" for key, value in fields.items()
-    )
-    return pytest.param(plan, model, precision, id=name)
-
-
-ROUND_TRIP = [
-    case(GPT, 1, 4, 2, 10, extra_warmup=(2, 2, 2)),
-    case(GPT, 1, 4, 2, 8, extrapolate=True, distributed_optimizer=True),
-    case(GPT, 1, 4, 2, 8, schedule="gpipe", gpipe_round=3),
-    case(
-        GPT,
-        2,
-        4,
-        2,
-        16,
-        pipeline_inside=True,
-        gradient_slots=1,
-        distributed_optimizer=True,
-        recompute="full",
-    ),
-    case(GPT, 1, 4, 1, 8, first=5, last=7, microbatch=2),
-    case(WIDE, 2, 2, 2, 2),
-    case(QWEN, 4, 7, 1, 14, "fp16"),
-    case(
-        LLAMA,
-        4,
-        2,
-        1,
-        3,
-        schedule="gpipe",
-        recompute="full",
-        recompute_layers=16,
-        pipeline_inside=True,
-    ),
-    case(GPT, 4, 3, 2, 5, "fp16", schedule="no-pipelining", recompute="selective"),
-    case(UNTIED, 2, 4, 2, 2, "fp32", schedule="pipedream", recompute="full", first=9),
-    case(GPT, 1, 4, 1, 8, schedule="megatron", virtual=2, first=4, last=8),
-    case(BERT, 2, 4, 2, 8, schedule="megatron", virtual=6),
-    case(LLAMA, 2, 4, 2, 8, schedule="megatron", context=4, distributed_optimizer=True),
-    case(GPT, 1, 4, 2, 8, stages=(8, 7, 5, 4)),
-    case(GPT, 1, 4, 2, 8, recompute="full", recompute_block=5),
-    case(GPT, 1, 4, 2, 8, grad_reduce_in_bf16=True),
-    case(PRESETS["mixtral-8x7b"], 4, 4, 8, 8, expert=8, distributed_optimizer=True),
-    case(GPT, 1, 4, 2, 8, schedule="megatron", stages=(2, 9, 5, 8)),
-]
+def round_trips() -> Iterator:
+    """(plan, model, precision) of plans.yaml."""
+    for row in read_yaml(Path(__file__).with_name("plans.yaml")):
+        model = replace(PRESETS[row.pop("model")], **row.pop("with", {}))
+        precision = row.pop("precision", "bf16")
+        plan = described(Plan, {"microbatch": 1} | row, "plans.yaml")
+        yield pytest.param(plan, model, precision, id=f"{model.name} {row}")
 
 
 def configuration(args: argparse.Namespace):
@@ -248,7 +183,7 @@ def stages_of(config) -> list[int]:
     return stages
 
 
-@pytest.mark.parametrize("plan, model, precision", ROUND_TRIP)
+@pytest.mark.parametrize("plan, model, precision", round_trips())
 def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
     assert not [*violations(plan, model, plan.gpus, precision)]
     args = parsed(words_of(plan, model, precision), plan.gpus)
@@ -259,8 +194,6 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
         expected[ARGUMENTS[name]] = getattr(plan, name) or None
     extra = plan.extra if any(plan.extra) else ()
     full = plan.recompute == "full"
-    again = plan.recompute_block or plan.recompute_layers
-    kind = "block" if plan.recompute_block else "uniform"
     two_bytes = plan.grad_reduce_in_bf16
     expected |= {
         "virtual_pipeline_model_parallel_size": plan.virtual
@@ -276,8 +209,8 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
         "untie_embeddings_and_output_weights": not model.tied,
         "seq_length": model.sequence,
         "recompute_granularity": None if plan.recompute == "none" else plan.recompute,
-        "recompute_method": kind if full else None,
-        "recompute_num_layers": again if full else None,
+        "recompute_method": "uniform" if full else None,
+        "recompute_num_layers": plan.recompute_layers if full else None,
     }
     assert {name: getattr(args, name) for name in expected} == expected
     config = configuration(args)

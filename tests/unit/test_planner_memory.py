@@ -13,11 +13,7 @@ from pytest import approx
 
 from megatron_2bw.schedules import B, F, Shape
 from megatron_2bw.tools.planner.cost.memory import (
-    GROUP,
-    LINK,
-    PAIR,
     Memory,
-    communicators,
 )
 from megatron_2bw.tools.planner.descriptions.model import Model
 from megatron_2bw.tools.planner.descriptions.plan import Plan
@@ -137,27 +133,6 @@ def test_extra_warmup_keeps_microbatches_and_messages_of_the_stages_before_the_b
     assert memory.heaviest(more) == max(stage.total for stage in memory.stages(more))
 
 
-def test_a_round_of_gpipe_keeps_its_microbatches():
-    """On every stage: N layers' activations, N embeddings' masks on the first one, N
-    softmaxes on the last one."""
-    memory = Memory(GPT, "bf16", False)
-    whole = replace(FLUSH, schedule="gpipe", microbatches=8)
-    few = replace(whole, gpipe_round=3)
-    kept = memory.layer(few)[0]
-    logits = 4 * 2 * 512 * GPT.padded_vocab(1) + 2 * 2 * 2 * 512 * 1024
-    for stage, (all_, three) in enumerate(
-        zip(memory.stages(whole), memory.stages(few))
-    ):
-        mask = 2 * 512 * 1024 if stage == 0 else 0
-        assert all_.activations - three.activations == near(5 * (4 * kept + mask))
-        assert all_.logits - three.logits == near(5 * logits if stage == 3 else 0)
-        assert (all_.weights, all_.gradients, all_.optimizer) == (
-            three.weights,
-            three.gradients,
-            three.optimizer,
-        )
-
-
 @pytest.mark.parametrize("distributed", [False, True])
 def test_the_correction_and_torchs_adam_take_four_bytes_a_parameter_each(distributed):
     plan = replace(TWO_BW, distributed_optimizer=distributed)
@@ -185,26 +160,6 @@ def test_the_correction_and_torchs_adam_take_four_bytes_a_parameter_each(distrib
     assert stage.total == near(
         stage.weights + stage.gradients + stage.optimizer + roots
     )
-
-
-def test_communicators_by_hand():
-    def held(stage: int, **changes) -> list[float]:
-        return communicators(replace(TWO_BW, **changes), stage)
-
-    assert TWO_BW.depth == 4
-    assert TWO_BW.width > 1
-    assert held(0, width=1) == held(3, width=1) == [LINK, LINK, LINK, PAIR]
-    assert held(1, width=1) == [*[LINK] * 4, 2 * LINK]
-    assert held(1, width=2) == [*[LINK] * 4, 2 * LINK, PAIR]
-    assert held(1, width=8) == [
-        *[LINK] * 4,
-        2 * LINK,
-        GROUP,
-    ]
-    assert held(0, depth=1, width=1) == []
-    assert held(0, depth=1, width=4) == [GROUP]
-    assert held(0, schedule="pipedream-flush") == [LINK] * 3
-    assert held(0, schedule="megatron") == []
 
 
 # --- a stage
@@ -364,23 +319,6 @@ def test_the_heaviest_stage_is_the_heaviest_of_all(case, flash):
     assert len(stages) == plan.depth
     assert memory.heaviest(plan) == max(stage.total for stage in stages)
     assert all(min(astuple(stage)) >= 0 for stage in stages)
-
-
-def test_some_layers_of_a_stage_are_computed_again():
-    model = Model("gpt", 8, 1024, 16, vocab=50304, sequence=512)
-    memory = Memory(model, "bf16", flash=True)
-    plan = Plan(1, 2, 1, 2, 8, recompute="full")
-    one, all_ = (
-        memory.layer(plan.changed(recompute=kind))[0] for kind in ("full", "none")
-    )
-    kept = [
-        memory.stage(plan.changed(recompute_block=block), 0, 4).activations
-        for block in (1, 2, 3, 4)
-    ]
-    assert [before - after for before, after in zip(kept, kept[1:])] == approx(
-        [2 * (all_ - one)] * 3
-    )
-    assert kept[3] == memory.stage(plan, 0, 4).activations
 
 
 def test_the_optimizer_in_host_memory():

@@ -7,11 +7,13 @@ import argparse
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from megatron_2bw.base.errors import UserError
+from megatron_2bw.base.files import read_yaml
 from megatron_2bw.mcore import cpu
 from megatron_2bw.tools.planner.cost.memory import Memory
 from megatron_2bw.tools.planner.descriptions.hugging_face_config import (
@@ -20,63 +22,23 @@ from megatron_2bw.tools.planner.descriptions.hugging_face_config import (
 from megatron_2bw.tools.planner.descriptions.inputs import add_model_flags, model_of
 from megatron_2bw.tools.planner.descriptions.model import (
     ARGUMENTS,
-    LLAMA_LAYER,
     PRESETS,
     Model,
 )
 from megatron_2bw.tools.planner.descriptions.plan import Plan
 
-GPT = Model("gpt", 2, 64, 4, vocab=1000, sequence=32)
-LLAMA = replace(
-    GPT,
-    name="llama",
-    heads=8,
-    ffn=192,
-    groups=4,
-    head_size=8,
-    rotary_base=500000,
-    tied=False,
-    **LLAMA_LAYER,
-)
-SHARED = dict(experts=8, expert_ffn=32, topk=3, shared_ffn=64)
-MIXTURE = replace(
-    LLAMA,
-    name="a dense layer and a mixture",
-    **SHARED,
-    dense=1,
-    pre_softmax=True,
-    aux_loss=0.01,
-)
-QWEN2 = replace(LLAMA, name="qwen2", qkv_bias=True, tied=True)
-BERT = replace(GPT, name="bert", kind="bert")
-TINY = {
-    model.name: model
-    for model in (
-        GPT,
-        LLAMA,
-        QWEN2,
-        BERT,
-        replace(GPT, name="gpt untied", tied=False),
-        replace(GPT, name="gpt gated with biases", gated=True, ffn=128),
-        replace(GPT, name="gpt with wide heads", head_size=32),
-        replace(LLAMA, name="llama with narrow heads", head_size=4),
-        replace(LLAMA, name="llama whose ffn is 4h", ffn=256),
-        replace(LLAMA, name="qwen3", head_size=16, qk_norm=True),
-        replace(
-            LLAMA,
-            name="llama 3.2",
-            rope_scaling=True,
-            rope_factor=32.0,
-            norm_epsilon=1e-6,
-        ),
-        replace(GPT, name="gpt with tanh", gelu="tanh"),
-        replace(GPT, name="gpt with the exact gelu", gelu="exact"),
-        replace(BERT, name="bert untied", tied=False),
-        replace(LLAMA, name="mixture", experts=4),
-        MIXTURE,
-        replace(GPT, name="gpt with experts", experts=4, expert_ffn=32, topk=3),
-    )
-}
+
+def read_models() -> dict[str, Model]:
+    """The models of models.yaml by name."""
+    models = {}
+    for row in read_yaml(Path(__file__).with_name("models.yaml")):
+        like = row.pop("like", None)
+        models[row["name"]] = replace(models[like], **row) if like else Model(**row)
+    return models
+
+
+TINY = read_models()
+GPT = TINY["gpt"]
 RUN = (
     "--mock-data --tokenizer-type NullTokenizer --micro-batch-size 1 "
     "--train-iters 1 --lr 1 --min-lr 0 "
@@ -205,24 +167,23 @@ def test_parameters_are_those_that_megatron_builds(name, tensor, stage_of):
 
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize(
-    "model", [GPT, LLAMA, QWEN2, BERT, MIXTURE], ids=lambda model: model.name
+    "name", ["gpt", "llama", "qwen2", "bert", "a dense layer and a mixture"]
 )
-def test_parameters_of_a_stage_are_those_that_megatron_builds(model, tensor, stage_of):
-    model, memory = replace(model, layers=6), Memory(model, "bf16", True)
+def test_parameters_of_a_stage_are_those_that_megatron_builds(name, tensor, stage_of):
+    model = replace(TINY[name], layers=6)
+    memory = Memory(TINY[name], "bf16", True)
     for stage in range(3):
         ours = memory.parameters(Plan(tensor, 3, 1, 1, 3), stage, 2)
         assert ours == count(stage_of(model, tensor, 3, stage)), f"stage {stage}"
 
 
-@pytest.mark.parametrize("tensor", [1, 2, 3, 4, 8, 16])
-@pytest.mark.parametrize("vocab", [1, 127, 128, 129, 1024, 30522, 50257, 128256])
+@pytest.mark.parametrize("tensor", [1, 3, 16])
+@pytest.mark.parametrize("vocab", [1, 128, 129, 50257])
 def test_the_vocabulary_is_padded_as_megatron_pads_it(vocab, tensor, parse):
     from megatron.training.vocab_utils import calculate_padded_vocab_size
 
     padded = replace(GPT, vocab=vocab).padded_vocab(tensor)
     assert padded == calculate_padded_vocab_size(vocab, 128, tensor)
-    assert padded % (128 * tensor) == 0
-    assert vocab <= padded < vocab + 128 * tensor
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -272,7 +233,7 @@ def test_operations_by_hand():
     assert GPT.layer_flops(b, 4) == (6 * b * s * h * h, b * s * s * h)
     assert GPT.output_flops(b) == 2 * b * s * h * 1024
     assert GPT.output_flops(b, 2) == b * s * h * 1024
-    assert BERT.output_flops(b) - GPT.output_flops(b) == 2 * b * s * h * h
+    assert TINY["bert"].output_flops(b) - GPT.output_flops(b) == 2 * b * s * h * h
     # 96 B s l h² (1 + s/6h + V/16lh) with recompute is 4/3 of it without, but for the
     # logits (arXiv 2104.04473). A causal mask halves the term of s.
     without = 72 * s * 2 * h * h * (1 + s / (12 * h) + 1024 / (12 * 2 * h))

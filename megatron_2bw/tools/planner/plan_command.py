@@ -29,7 +29,7 @@ from megatron_2bw.base.errors import (
 from megatron_2bw.base.files import write_json
 from megatron_2bw.run.flags.project_flags import schedule_name
 from megatron_2bw.schedules import SCHEDULE_NAMES
-from megatron_2bw.tools.planner import other_commands
+from megatron_2bw.tools.planner.calibrate_command import run_calibrate
 from megatron_2bw.tools.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.tools.planner.descriptions import inputs
 from megatron_2bw.tools.planner.descriptions.cluster import INFINIBAND, network
@@ -37,13 +37,13 @@ from megatron_2bw.tools.planner.descriptions.cluster import PRESETS as CLUSTERS
 from megatron_2bw.tools.planner.find import advice
 from megatron_2bw.tools.planner.find.legality import PRECISIONS
 from megatron_2bw.tools.planner.find.search import Search
-from megatron_2bw.tools.planner.find.space import BLOCK, PLANNED, RECOMPUTES, Space
+from megatron_2bw.tools.planner.find.space import PLANNED, RECOMPUTES, Space
 from megatron_2bw.tools.planner.measure import blocks
 from megatron_2bw.tools.planner.tell import (
     explain,
     jobs,
     json_out,
-    rejections,
+    no_plan,
     report,
     training,
 )
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw plan") -> 
     commands = {
         "plan": run_plan,
         "profile": run_profile,
-        "calibrate": other_commands.run_calibrate,
+        "calibrate": run_calibrate,
     }
     name = words.pop(0) if words and words[0] in commands else "plan"
     prog += "" if name == "plan" else f" {name}"
@@ -74,38 +74,61 @@ def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw plan") -> 
 
 def _parser(prog: str) -> Parser:
     """The choices have the names of Space's fields."""
-    others = "Other commands: profile, calibrate (megatron-2bw plan COMMAND --help)."
-    description = f"The fastest configuration that fits. Example: {EXAMPLE}"
     parser = Parser(
-        prog=prog, description=description, epilog=others, allow_abbrev=False
+        prog=prog,
+        description=f"The fastest configuration that fits. Example: {EXAMPLE}",
+        epilog="Other commands: profile, calibrate (megatron-2bw plan COMMAND --help).",
+        allow_abbrev=False,
     )
     inputs.add_model_flags(parser)
     add = parser.add_argument_group("cluster").add_argument
     add("--cluster", required=True, metavar="NAME|FILE.yaml", help=", ".join(CLUSTERS))
     add("--servers", type=whole(1), help="default: of the YAML file, or 1")
-    network_help = (
-        "network of a server, instead of the cluster's: 100gbit, 25gbe, 8x400gbit, "
+    add(
+        "--link",
+        type=network,
+        metavar="RATE",
+        help="network of a server, instead of the cluster's: 100gbit, 25gbe, 8x400gbit, "
+        + ", ".join(INFINIBAND),
     )
-    network_help += ", ".join(INFINIBAND)
-    add("--link", type=network, metavar="RATE", help=network_help)
-    most = "at most as many as the cluster's servers have"
-    add("--gpus-per-server", type=whole(1), help=most)
-    measured = "measured times, from `megatron-2bw plan profile`"
-    add("--profile", type=Path, metavar="FILE.json", help=measured)
+    add(
+        "--gpus-per-server",
+        type=whole(1),
+        help="at most as many as the cluster's servers have",
+    )
+    add(
+        "--profile",
+        type=Path,
+        metavar="FILE.json",
+        help="measured times, from `megatron-2bw plan profile`",
+    )
     _add_choices(parser.add_argument_group("choices of the search").add_argument)
 
     add = parser.add_argument_group("cost and memory").add_argument
-    precision = "default: bf16, or fp16 on GPUs without bf16, fp32 on CPUs"
-    add("--precision", choices=PRECISIONS, help=precision)
+    add(
+        "--precision",
+        choices=PRECISIONS,
+        help="default: bf16, or fp16 on GPUs without bf16, fp32 on CPUs",
+    )
     add(
         "--grad-reduce-in-bf16", action="store_true", help="of all plans, as Megatron's"
     )
-    attention = "default: flash in 16 bits, on GPUs that have it"
-    add("--attention", choices=("flash", "core"), help=attention)
-    adam = "fused: Apex's or Transformer Engine's (default: of --profile, or fused where attention is flash)"
-    add("--adam", choices=("fused", "torch"), help=adam)
-    margin = "share of the memory that stays free (default: what CUDA, NCCL and fragmentation take)"
-    add("--memory-margin", type=float, metavar="SHARE", help=margin)
+    add(
+        "--attention",
+        choices=("flash", "core"),
+        help="default: flash in 16 bits, on GPUs that have it",
+    )
+    add(
+        "--adam",
+        choices=("fused", "torch"),
+        help="fused: Apex's or Transformer Engine's (default: of --profile, or fused where attention is flash)",
+    )
+    add(
+        "--memory-margin",
+        type=float,
+        metavar="SHARE",
+        help="share of the memory that stays free (default: what CUDA, NCCL and fragmentation take)",
+    )
     count = "number of plans (default: 8)"
     add("--top", type=whole(1), default=8, metavar="K", help=count)
 
@@ -128,37 +151,45 @@ def _add_choices(add: Callable) -> None:
         help="the largest global batch, in samples, that is safe for convergence",
     )
     names = partial(add, metavar="NAME,...")
-    known = f"of {', '.join(SCHEDULE_NAMES)} (1f1b is pipedream-flush)"
-    schedules = names_of(SCHEDULE_NAMES, schedule_name)
-    names("--schedules", type=schedules, default=PLANNED, help=known)
-    sizes = {
-        "--tensor-model-parallel-size": "tensor",
-        "--pipeline-model-parallel-size": "depth",
-        "--micro-batch-size": "microbatch",
-        "--context-parallel-size": "context",
-        "--expert-model-parallel-size": "expert",
-    }
+    names(
+        "--schedules",
+        type=names_of(SCHEDULE_NAMES, schedule_name),
+        default=PLANNED,
+        help=f"of {', '.join(SCHEDULE_NAMES)} (1f1b is pipedream-flush)",
+    )
     numbers = partial(add, metavar="N,...")
-    for flag, field in sizes.items():
-        default = "default: all that are legal"
-        if field == "context":
-            default = "ranks that share a sequence (default: 1, or all that are legal if no plan fits)"
-        numbers(flag, dest=field, type=inputs.numbers, help=default)
-    known = f"of {', '.join(RECOMPUTES)} (default: these), {BLOCK}"
-    kinds = names_of((*RECOMPUTES, BLOCK))
-    names("--recompute", type=kinds, default=RECOMPUTES, help=known)
+    legal = partial(numbers, type=inputs.numbers, help="default: all that are legal")
+    legal("--tensor-model-parallel-size", dest="tensor")
+    legal("--pipeline-model-parallel-size", dest="depth")
+    legal("--micro-batch-size", dest="microbatch")
+    shared = "ranks that share a sequence (default: 1, or all that are legal if no plan fits)"
+    legal("--context-parallel-size", dest="context", help=shared)
+    legal("--expert-model-parallel-size", dest="expert")
+    names(
+        "--recompute",
+        type=names_of(RECOMPUTES),
+        default=RECOMPUTES,
+        help=f"of {', '.join(RECOMPUTES)} (default: these)",
+    )
     slots = names_of((1, 2), whole(1))
     numbers("--gradient-slots", type=slots, default=(2, 1), help="of 2bw: 2, 1 or both")
     off = partial(add, action="store_false")
-    hidden = "by default 2bw hides messages on slow links by extra warm-up"
-    off("--no-extra-warmup", dest="extra_warmup", help=hidden)
-    host = "by default 2bw's optimizer is in host memory where a plan does not fit otherwise"
-    off("--no-host-optimizer", dest="host", help=host)
-    correction = (
-        "2bw with --two-bw-correction auto, whose step needs more memory (default: yes)"
+    off(
+        "--no-extra-warmup",
+        dest="extra_warmup",
+        help="by default 2bw hides messages on slow links by extra warm-up",
     )
-    switch = argparse.BooleanOptionalAction
-    add("--extrapolate", action=switch, default=True, help=correction)
+    off(
+        "--no-host-optimizer",
+        dest="host",
+        help="by default 2bw's optimizer is in host memory where a plan does not fit otherwise",
+    )
+    add(
+        "--extrapolate",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="2bw with --two-bw-correction auto, whose step needs more memory (default: yes)",
+    )
     add(
         "--no-distributed-optimizer",
         dest="distributed_optimizer",
@@ -177,7 +208,7 @@ def prepare(options: argparse.Namespace) -> tuple[Cost, Space]:
     """The cost model and the space that the flags describe."""
     cost = _cost(options)
     contexts = options.context or (1,)
-    if max(contexts) > 1 and not cost.memory.flash:
+    if max(contexts) > 1 and not cost.flash:
         raise UserError(
             "--context-parallel-size needs flash attention, of Transformer Engine on GPUs: leave it out"
         )
@@ -220,8 +251,9 @@ def _cost(options: argparse.Namespace) -> Cost:
     spare = advice.SPARE if margin is None else 0.0
     flash = False if on_cpu else flash
     cost = Cost(model, cluster, precision, flash, margin, spare=spare)
-    if options.adam or not (profile or cost.memory.flash):
-        cost.memory.torch_adam = not on_cpu and options.adam != "fused"
+    if options.adam or not (profile or cost.flash):
+        torch_adam = not on_cpu and options.adam != "fused"
+        return replace(cost, torch_adam=torch_adam)
     return cost
 
 
@@ -234,7 +266,7 @@ def planned(options: argparse.Namespace) -> explain.Result | None:
         gpus = cost.cluster.gpus
         idle = f"{gpus - part.gpus} of {gpus} GPUs stay idle"
         _note(f"{idle}: {part.gpus} are faster ({explain.part_flags(part)})")
-        result = _searched(cost.on(part), space, options)
+        result = _searched(replace(cost, cluster=part), space, options)
     return result
 
 
@@ -250,18 +282,18 @@ def _searched(
     begun = time.monotonic()
     _note(f"searching the plans of {cost.model.name} on {explain.gpus(cost)} ...")
     spaces = [space]
-    if options.context is None and cost.memory.flash:
+    if options.context is None and cost.flash:
         spaces.append(replace(space, context=None))
     ways = itertools.product(spaces, dict.fromkeys((cost.spare, 0.0)))
     searches = []
     for way, spare in (*ways, (space, -advice.TIGHT)):
-        search = Search(cost.on(cost.cluster, spare=spare), way)
+        search = Search(replace(cost, spare=spare), way)
         searches.append(search)
         plans, ties = advice.ranked(search, options.top)
         if plans:
             break
     else:
-        print(rejections.nothing_fits(cost, space, searches[0]))
+        print(no_plan.nothing_fits(cost, space, searches[0]))
         return None
     if search.space.context is None:
         _note(
@@ -285,9 +317,8 @@ def run_plan(words: list[str], prog: str) -> int:
         return 1
     cost = result.cost
     best = result.estimates[0]
-    skipped = rejections.rejections(result)
     sources = explain.evidence(cost)
-    print(explain.text(result), skipped, sources, explain.CAVEAT, sep="\n\n")
+    print(explain.text(result), sources, explain.CAVEAT, sep="\n\n")
     print("\nA run of the first plan, as --script and --sbatch write it:")
     print(*map(explain.wrapped, training.about(cost, best)), sep="\n")
     flags = [*cost.model.flags(), *best.plan.flags(cost.precision)]
@@ -316,13 +347,13 @@ def _write(options: argparse.Namespace, result: explain.Result) -> None:
             _note(f"wrote {path}")
 
 
-def _cloud(result: explain.Result, each: int = 20) -> list[Estimate]:
+def _cloud(result: explain.Result) -> list[Estimate]:
     """More plans for the page: the fastest of every schedule, in all variants."""
     estimates = []
     for schedule in result.space.schedules:
         space = replace(result.space, schedules=(schedule,))
         search = Search(result.cost, space, distinct=False)
-        for _, plan in itertools.islice(search, each):
+        for _, plan in itertools.islice(search, 20):
             estimates.append(result.cost.estimate(plan))
     return estimates
 

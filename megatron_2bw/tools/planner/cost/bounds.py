@@ -12,31 +12,30 @@ import math
 import operator
 from itertools import accumulate
 
-from megatron_2bw.schedules import SCHEDULES
 from megatron_2bw.tools.planner.cost.compute import Work
 from megatron_2bw.tools.planner.descriptions.plan import Plan
 from megatron_2bw.tools.timelines.simulator import Times
 
 
 def lower_bound(plan: Plan, times: Times) -> float:
-    """Seconds per iteration that the plan's dependencies alone take."""
+    """Seconds per iteration that the plan's dependencies alone take. `times` has lists,
+    apart from its step."""
     if plan.pipeline.flushes:
         return _with_flush(plan, times)
     return _without_flush(plan, times)
 
 
-def work_bound(
-    works: list[Work], microbatches: int, schedule: str, virtual: int
-) -> float:
+def work_bound(plan: Plan, works: list[Work]) -> float:
     """Seconds per iteration that the stages' computation alone takes."""
+    microbatches = plan.microbatches
     totals = [work.total for work in works]
-    if schedule == "no-pipelining":
+    if plan.schedule == "no-pipelining":
         return microbatches * sum(totals)
-    if schedule in SCHEDULES and not SCHEDULES[schedule].flushes:
+    if not plan.pipeline.flushes:
         return microbatches * max(totals)
     bound = above = 0.0
     for total in totals:
-        bound = max(bound, microbatches * total + above / virtual)
+        bound = max(bound, microbatches * total + above / plan.virtual)
         above += total
     return bound
 
@@ -47,37 +46,29 @@ def _sums(times: list[float], messages: list[float]) -> list[float]:
 
 
 def _with_flush(plan: Plan, times: Times) -> float:
-    depth = plan.depth
-    forward = times.of("forward", depth)
-    backward = times.of("backward", depth)
-    reduce = times.of("reduce", depth)
     if plan.virtual == 1:
         return _chain_of_flush(plan, times) + times.step
     # A stage starts when the first microbatch reaches it, and its last gradient still
     # passes all stages before it.
     down = up = bound = 0.0
-    for f, b, own in zip(forward, backward, reduce):
+    for f, b, own in zip(times.forward, times.backward, times.reduce):
         work = plan.microbatches * (f + b)
-        bound = max(bound, down + work + max(own, up + reduce[0]))
+        bound = max(bound, down + work + max(own, up + times.reduce[0]))
         down += f / plan.virtual
         up += b / plan.virtual
     return bound + times.step
 
 
 def _chain_of_flush(plan: Plan, times: Times) -> float:
-    depth = plan.depth
     microbatches = plan.microbatches
-    forward = times.of("forward", depth)
-    backward = times.of("backward", depth)
-    reduce = times.of("reduce", depth)
-    transfer = times.of("transfer", depth)
-    down = _sums(forward, transfer)
-    up = _sums(backward, transfer)
-    whole = sum(forward) + sum(backward) + 2 * sum(transfer[: depth - 1])
+    reduce = times.reduce
+    down = _sums(times.forward, times.transfer)
+    up = _sums(times.backward, times.transfer)
+    whole = sum(times.forward) + sum(times.backward) + 2 * sum(times.transfer[:-1])
     if plan.schedule == "no-pipelining":
         return microbatches * whole + reduce[0]
     bound = 0.0
-    for stage, (f, b) in enumerate(zip(forward, backward)):
+    for stage, (f, b) in enumerate(zip(times.forward, times.backward)):
         busy = down[stage] + microbatches * (f + b)
         # The first microbatch's way down and back; then the stage still runs m - 1
         # backwards, and the forwards beyond its warm-up.
@@ -92,31 +83,28 @@ def _chain_of_flush(plan: Plan, times: Times) -> float:
         return bound
     # A round's first microbatch takes the whole way down, its last one the whole way
     # back.
-    longest = max(forward) + max(backward)
+    longest = max(times.forward) + max(times.backward)
     rounds = plan.rounds * whole + (microbatches - plan.rounds) * longest
     return max(bound, rounds + reduce[0])
 
 
 def _without_flush(plan: Plan, times: Times) -> float:
-    depth = plan.depth
     microbatches = plan.microbatches
-    forward = times.of("forward", depth)
-    backward = times.of("backward", depth)
-    transfer = times.of("transfer", depth)
-    work = [f + b for f, b in zip(forward, backward)]
+    transfer = times.transfer
+    work = [*map(operator.add, times.forward, times.backward)]
     ahead = [0]
     for extra in reversed(plan.extra):
         ahead.insert(0, ahead[0] + 1 + extra)
     # Of k successive stages the first is some microbatches ahead of the last: k - 1
     # without extra warm-up. They hold one more than that at a time, so each microbatch
     # passes down and back within as many periods.
-    whole = sum(work) + 2 * sum(transfer[: depth - 1])
-    period = max(whole / (ahead[0] + 1), *times.of("occupied", depth)[: depth - 1], 0.0)
-    for s in range(depth - 1):
-        pair = work[s] + work[s + 1] + 2 * transfer[s]
-        period = max(period, pair / (ahead[s] - ahead[s + 1] + 1))
+    whole = sum(work) + 2 * sum(transfer[:-1])
+    period = max(whole / (ahead[0] + 1), *times.occupied[:-1], 0.0)
+    for stage in range(plan.depth - 1):
+        pair = work[stage] + work[stage + 1] + 2 * transfer[stage]
+        period = max(period, pair / (ahead[stage] - ahead[stage + 1] + 1))
     bound = microbatches * period
-    for own, cost in zip(work, times.of("overlap_cost", depth)):
+    for own, cost in zip(work, times.overlap_cost):
         bound = max(bound, microbatches * own + cost)
     if plan.pipeline.late_step:
         bound = max(bound, _chain_of_step(plan, times, ahead))
@@ -126,30 +114,27 @@ def _without_flush(plan: Plan, times: Times) -> float:
 def _chain_of_step(plan: Plan, times: Times, ahead: list[int]) -> float:
     """The chain through a step that spans all stages. It completes after the last
     stage's reduction."""
+    backward = times.backward
     last = plan.depth - 1
-    forward = times.of("forward", plan.depth)
-    backward = times.of("backward", plan.depth)
-    reduce = times.of("reduce", plan.depth)
-    transfer = times.of("transfer", plan.depth)
-    down = _sums(forward, transfer)
-    above = _sums(backward, transfer)
+    down = _sums(times.forward, times.transfer)
+    above = _sums(backward, times.transfer)
     bound = 0.0
-    for s in range(plan.depth):
-        work = forward[s] + backward[s]
+    for s, reduce in enumerate(times.reduce):
+        work = times.forward[s] + backward[s]
         below = above[last] - above[s]
         if s < last:
             below += backward[last] - backward[s]
         if plan.gradient_slots == 1:
             # the first backward of the next batch, on the last stage first
-            reduced = max(reduce[s], above[s] + reduce[0])
-            chain = below + plan.microbatches * work - forward[s] + reduced + times.step
-            bound = max(bound, chain)
+            reduced = max(reduce, above[s] + times.reduce[0])
+            chain = below + plan.microbatches * work - times.forward[s]
+            bound = max(bound, chain + reduced + times.step)
         else:
             # the last backward of the next batch; and, in two periods, the batch after
             # that, m + w pairs
-            after = below + backward[s] + reduce[s] + times.step
+            after = below + backward[s] + reduce + times.step
             pairs = (plan.microbatches + ahead[s]) * work
-            two = down[s] + pairs + reduce[s] + times.step
+            two = down[s] + pairs + reduce + times.step
             bound = max(bound, after, two / 2)
     return bound
 

@@ -44,11 +44,6 @@ class Work:
     def __mul__(self, count: float) -> Work:
         return Work(self.forward * count, self.backward * count, self.tensor * count)
 
-    def least(self, other: Work) -> Work:
-        """The shorter forward and the shorter backward."""
-        forward = min(self.forward, other.forward)
-        return Work(forward, min(self.backward, other.backward))
-
     @property
     def total(self) -> float:
         return self.forward + self.backward

@@ -379,13 +379,7 @@ class Memory:
             together = min(plan.recompute_layers, chunk)
             working += (together - 1) * self.layer(plan.changed(recompute="none"))[0]
             chunk = math.ceil(chunk / together)
-        block = plan.recompute_block
-        if 0 < block < chunk:  # the other layers keep all
-            others, _ = self.layer(plan.changed(recompute="none"))
-            kept_all = (chunk - block) * others
-            activations = in_flight * (kept * block + kept_all) + working
-        else:
-            activations = in_flight * kept * chunk + working
+        activations = in_flight * kept * chunk + working
         tokens = plan.samples * self.model.sequence
         # The first of a stage's chunks has the embedding, the last one the output
         # layer.

@@ -54,7 +54,7 @@ EXACT = 1e-3
 
 # The fields of a plan on which the work of its stages and its messages depend.
 STAGES = (
-    "tensor context expert depth width microbatch recompute recompute_block sequence_parallel "
+    "tensor context expert depth width microbatch recompute sequence_parallel "
     "pipeline_inside first last stages"
 )
 # The fields on which its step depends.
@@ -133,6 +133,7 @@ def _simulated(plan: Plan, times: Times) -> float:
     return long_iteration_time(plan.pipeline, plan.depth, plan.microbatches, times)
 
 
+@dataclass(eq=False)
 class Cost:
     """Times and memory of plans of one model on one cluster.
 
@@ -141,73 +142,54 @@ class Cost:
     margin          share of the memory for the CUDA context, the communication library
                     and fragmentation. What this project's communicators need beyond it
                     a plan must have free. None: each of the three is counted
+    old_exchange    messages of Megatron-LM in 2021 to 2023, for tables published then:
+                    each tensor rank sends its part also without sequence parallelism
+                    (arXiv 2104.04473, section 4.1), and interleaved stages wait for a
+                    message as others do
     spare           share of the memory that a plan must leave free beyond the margin;
                     if negative, that its estimate may be too large by: what is certain
                     must fit
     torch_adam      Adam is torch's, not a fused one; None: as in the cluster's profile,
                     if it has one
-    old_exchange    messages of Megatron-LM in 2021 to 2023, for tables published then:
-                    each tensor rank sends its part also without sequence parallelism
-                    (arXiv 2104.04473, section 4.1), and interleaved stages wait for a
-                    message as others do
     """
 
-    def __init__(
-        self,
-        model: Model,
-        cluster: Cluster,
-        precision: str = "bf16",
-        flash: bool | None = None,
-        margin: float | None = None,
-        old_exchange: bool = False,
-        spare: float = 0.0,
-        torch_adam: bool | None = None,
-    ):
-        self.model = model
-        self.cluster = cluster
-        self.precision = precision
-        self.given_margin = margin
-        self.old_exchange = old_exchange
-        self.spare = spare
-        self.channels = cluster.inside.channels
+    model: Model
+    cluster: Cluster
+    precision: str = "bf16"
+    flash: bool | None = None
+    margin: float | None = None
+    old_exchange: bool = False
+    spare: float = 0.0
+    torch_adam: bool | None = None
+
+    def __post_init__(self) -> None:
+        device = self.cluster.device
+        profile = self.cluster.profile
+        on_gpus = device.name != "cpu"
+        if self.flash is None:
+            self.flash = device.flash and self.precision != "fp32"
+        if self.torch_adam is None:
+            measured = profile is not None and "torch's Adam" in profile.optimizer
+            self.torch_adam = on_gpus and measured
+        self.channels = self.cluster.inside.channels
         self._seconds: dict[Plan, float] = {}
         self._others: dict[Device, Compute] = {}
-        on_gpus = cluster.device.name != "cpu"
-        if flash is None:
-            flash = cluster.device.flash and precision != "fp32"
-        if torch_adam is None:
-            profile = cluster.profile
-            measured = profile is not None and "torch's Adam" in profile.optimizer
-            torch_adam = on_gpus and measured
-        self.compute = Compute(model, cluster, precision, flash)
-        engine = on_gpus and cluster.device.capability >= ENGINE_FROM
-        self.memory = Memory(model, precision, flash, torch_adam, engine)
-        whole = cluster.device.memory_gib * GIB
+        self.compute = Compute(self.model, self.cluster, self.precision, self.flash)
+        engine = on_gpus and device.capability >= ENGINE_FROM
+        self.memory = Memory(
+            self.model, self.precision, self.flash, self.torch_adam, engine
+        )
+        whole = device.memory_gib * GIB
+        share = self.margin or 0.0
         self._fixed = 0.0
-        self._share = 1 - (margin or 0.0)
-        if margin is None:
+        self._share = 1 - share
+        if self.margin is None:
             self._fixed = CONTEXT if on_gpus else 0.0
             self._share = 1 / (1 + FRAGMENTS)
         self.capacity = (whole - self._fixed) * self._share
-        self.spare_bytes = spare * whole
-        self.margin = 1 - self.capacity / whole
-        self._nccl_free = whole * (margin or 0.0) if on_gpus else math.inf
-
-    def on(
-        self, cluster: Cluster, model: Model | None = None, spare: float | None = None
-    ) -> Cost:
-        """These costs on another cluster, of another model, or with another share to
-        spare."""
-        return Cost(
-            model or self.model,
-            cluster,
-            self.precision,
-            self.memory.flash,
-            self.given_margin,
-            self.old_exchange,
-            self.spare if spare is None else spare,
-            self.memory.torch_adam,
-        )
+        self.spare_bytes = self.spare * whole
+        self.share_left_free = 1 - self.capacity / whole
+        self._nccl_free = whole * share if on_gpus else math.inf
 
     def fits(self, plan: Plan) -> bool:
         if plan.host and not self.host_holds(plan):
@@ -249,7 +231,7 @@ class Cost:
         most = 0.0
         for stage in {0, min(1, plan.depth - 1)}:
             held = communicators(plan, stage, self.model.tied)
-            if self.given_margin is None:
+            if self.margin is None:
                 held += megatrons_communicators(plan, stage, self.model.tied)
             total = 0.0
             for size in held:
@@ -277,8 +259,9 @@ class Cost:
     def estimate(self, plan: Plan) -> Estimate:
         times = self.times(plan)
         seconds = self.seconds(plan)
-        no_reduce = replace(times, reduce=0.0)
-        only_work = replace(no_reduce, transfer=0.0, occupied=0.0, sending=0.0)
+        none = [0.0] * plan.depth
+        no_reduce = replace(times, reduce=none)
+        only_work = replace(no_reduce, transfer=none, occupied=none, sending=none)
         # Without messages and flushes no stage waits, if all are late; and for no
         # reduction, if the bound is the time.
         if plan.pipeline.late_step and not plan.pipeline.late_microbatches:
@@ -291,7 +274,7 @@ class Cost:
         busiest = max(self.stages(plan), key=attrgetter("total"))
         work = plan.microbatches * busiest.total
         # Time that a late step overlaps with the next batch is no stage's waiting time.
-        step = times.step + max(times.of("overlap_cost", plan.depth))
+        step = times.step + max(times.overlap_cost)
         update = min(step, max(alone - work, 0.0))
         split = Split(
             compute=plan.microbatches * (busiest.total - busiest.tensor),
@@ -310,13 +293,7 @@ class Cost:
         computes = self._computes(plan)
         works = []
         for compute, layers in zip(computes, plan.layers_of(self.model)):
-            work = compute.layer(plan)
-            if plan.recompute_block:
-                again = min(plan.recompute_block, layers)
-                kept = compute.layer(plan.changed(recompute="none"))
-                works.append(work * again + kept * (layers - again))
-            else:
-                works.append(work * layers)
+            works.append(compute.layer(plan) * layers)
         works[0] = works[0] + computes[0].embedding(plan)
         works[-1] = works[-1] + computes[-1].output(plan)
         return works
@@ -340,9 +317,7 @@ class Cost:
     def compute_of(self, device: Device) -> Compute:
         if device not in self._others:
             on = replace(self.cluster, device=device, devices=())
-            self._others[device] = Compute(
-                self.model, on, self.precision, self.memory.flash
-            )
+            self._others[device] = Compute(self.model, on, self.precision, self.flash)
         return self._others[device]
 
     @cached_property
@@ -352,7 +327,8 @@ class Cost:
         if not self.cluster.devices:
             return self
         device = weakest(self.cluster.devices, strongest=True)
-        return self.on(replace(self.cluster, device=device, devices=()))
+        cluster = replace(self.cluster, device=device, devices=())
+        return replace(self, cluster=cluster)
 
     def times(self, plan: Plan) -> Times:
         """The simulator's durations."""
@@ -361,7 +337,10 @@ class Cost:
         step = self._step(plan)
         late = plan.pipeline.late_step and not plan.host
         costs = self._release(plan, works, step.reduce)
-        seconds = self._gather(plan, works, step.gather)
+        seconds = step.gather
+        if plan.schedule == "megatron":
+            # overlaps the first microbatch's forward, but for the first bucket
+            seconds = self._exposed(plan, 0, seconds, works[0].forward)
         if late:
             costs = [cost + update for cost, update in zip(costs, step.update)]
         else:
@@ -378,15 +357,10 @@ class Cost:
             overlap_cost=costs,
         )
 
-    def waits(self, plan: Plan) -> tuple[float, float, float, float]:
-        """Seconds of the first stage's reduction, of the slowest update, of a message
-        over all boundaries in sequence, and for which a message occupies the slowest
-        boundary."""
+    def end(self, plan: Plan) -> tuple[float, float]:
+        """Seconds of the first stage's reduction, and of the slowest update."""
         step = self._step(plan)
-        messages = self._messages(plan)[: plan.depth - 1]
-        one_way = sum(each.seconds for each in messages)
-        occupied = max((each.occupied for each in messages), default=0.0)
-        return step.reduce[0] + step.ends, max(step.update), one_way, occupied
+        return step.reduce[0] + step.ends, max(step.update)
 
     def window(self, plan: Plan) -> tuple[float, float]:
         """Seconds that a late step may take at no cost ([Note: the late step's
@@ -394,7 +368,7 @@ class Cost:
         each = max(work.total for work in self.stages(plan))
         behind = max(
             plan.pipeline.ahead(plan.shape, 0) * each,
-            sum(self.times(plan).of("backward", plan.depth)),
+            sum(self.times(plan).backward),
         )
         late = plan.pipeline.late_microbatches or plan.microbatches
         return late * each - behind, each
@@ -409,7 +383,7 @@ class Cost:
             return 0
         window, each = self.window(plan)
         times = self.times(plan)
-        step = max(times.of("reduce", plan.depth)) + times.step
+        step = max(times.reduce) + times.step
         further = math.ceil((step - window) / each - 0.05)
         return min(late + further, plan.microbatches) if further > 0 else 0
 
@@ -418,7 +392,7 @@ class Cost:
         would hide too little."""
         if plan.schedule != "2bw" or not self._is_slow(plan):
             return None
-        return lower_bound(plan, replace(self.times(plan), transfer=0.0))
+        return lower_bound(plan, replace(self.times(plan), transfer=[0.0] * plan.depth))
 
     @by_fields(STAGES)
     def _is_slow(self, plan: Plan) -> bool:
@@ -461,8 +435,6 @@ class Cost:
         The first time exceeds that of the slowest stage or link by MIN_HIDDEN_SHARE;
         each time exceeds the one before by the same share.
         """
-        if plan.schedule != "2bw" or plan.depth == 1:
-            return
         works = [work.total for work in self.stages(plan)]
         messages = self._messages(plan)[: plan.depth - 1]
         transfer = [each.seconds for each in messages]
@@ -595,13 +567,6 @@ class Cost:
             hidden = max(0.0, seconds - work.forward)
             waits.append(max(hidden, seconds + copies - work.total))
         return waits
-
-    def _gather(self, plan: Plan, works: list[Work], seconds: float) -> float:
-        """Exposed seconds of the distributed optimizer's parameter all-gather."""
-        # overlaps the first microbatch's forward, but for the first bucket
-        if plan.schedule == "megatron":
-            return self._exposed(plan, 0, seconds, works[0].forward)
-        return seconds
 
     def _exposed(self, plan: Plan, stage: int, seconds: float, hidden: float) -> float:
         """Seconds of a stage's collective over the replicas that Megatron does not

@@ -226,40 +226,14 @@ def network(text: str) -> Link:
     return Link(0.8 * total / 8, 20 if name else 50, int(cards or 1))
 
 
-_BRANDS = {"nvidia", "tesla", "geforce", "amd", "instinct"}
-
-
-def _words(name: str) -> set[str]:
-    return {*re.findall("[a-z0-9]+", name.lower())} - _BRANDS
-
-
-def known_gpu(name: str) -> Device | None:
-    """The only GPU with all words of the name, or all of whose words the name has:
-    B200, NVIDIA H100 80GB HBM3."""
-    words = _words(name)
-    similar = []
-    for gpu in GPUS.values():
-        known = _words(gpu.name)
-        if words and (words <= known or known <= words):
-            similar.append(gpu)
-    return similar[0] if len(similar) == 1 else None
-
-
 def preset(name: str, servers: int) -> Cluster:
     """A preset with that many servers. UserError lists the names if the name is
     unknown."""
     if name in PRESETS:
         return replace(PRESETS[name], servers=servers)
-    near = name
-    length = 0
-    for known, cluster in PRESETS.items():
-        gpu = re.sub("rtx-|-.*", "", cluster.device.name.lower())
-        if gpu in name.lower() and len(gpu) > length:
-            near = known
-            length = len(gpu)
     raise UserError(
         f"--cluster {name}: not one of {', '.join(PRESETS)}, and no "
-        f"file{did_you_mean(near, PRESETS)}"
+        f"file{did_you_mean(name, PRESETS)}"
     )
 
 

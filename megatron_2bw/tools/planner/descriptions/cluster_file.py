@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from megatron_2bw.tools.planner.descriptions.cluster import (
     Cluster,
     Device,
     Link,
-    known_gpu,
     preset,
 )
 from megatron_2bw.tools.planner.descriptions.profile import Profile
@@ -87,41 +85,33 @@ def from_yaml(path: Path) -> Cluster:
 def _device(gpu: str | dict[str, Any], where: str) -> Device:
     """The GPU of a name or of a mapping. What a mapping leaves out of a known GPU is
     that one's."""
-    name = gpu if isinstance(gpu, str) else str(gpu.get("name", "gpu"))
-    known = known_gpu(name)
-    if isinstance(gpu, str) and known is None:
-        raise UserError(
-            f"{where}: {gpu} is not one of {', '.join(GPUS)}; or describe it"
-        )
     if isinstance(gpu, str):
-        return known
-    defaults = (
-        asdict(known)
-        if known
-        else {"name": name} | ({"error": CPU_ERROR} if name == "cpu" else {})
-    )
-    taken = (
-        f"{known.name}'s where the file gives nothing: {known.calibration}"
-        if known
-        else Device.calibration
-    )
-    return described(Device, defaults | {"calibration": taken} | gpu, where)
+        if gpu not in GPUS:
+            known = ", ".join(GPUS)
+            raise UserError(f"{where}: {gpu} is not one of {known}; or describe it")
+        return GPUS[gpu]
+    name = str(gpu.get("name", "gpu"))
+    known = GPUS.get(name)
+    entries: dict[str, Any] = {"name": name}
+    if known:
+        entries = asdict(known)
+        taken = f"{name}'s where the file gives nothing"
+        entries["calibration"] = f"{taken}: {known.calibration}"
+    elif name == "cpu":
+        entries["error"] = CPU_ERROR
+    return described(Device, entries | gpu, where)
 
 
 def to_yaml(cluster: Cluster, path: Path) -> None:
-    """Write a file from which `from_yaml` reads the same cluster, without its
-    profile."""
+    """Write a file from which `from_yaml` reads the same cluster of equal GPUs, without
+    its profile."""
     import yaml
 
-    whole = asdict(replace(cluster, profile=None))
-    entries = {
-        name: whole[name] for name in ("name", "gpus_per_server", "inside", "between")
-    }
-    kinds = itertools.groupby(cluster.devices or [cluster.device] * cluster.servers)
-    groups = [
-        {"servers": len([*same]), "gpu": asdict(device)} for device, same in kinds
-    ]
-    entries |= {"groups": groups} if cluster.devices else groups[0]
+    whole = asdict(cluster)
+    entries = {}
+    for name in ("name", "gpus_per_server", "inside", "between", "servers"):
+        entries[name] = whole[name]
+    entries["gpu"] = whole["device"]
     with file_errors(f"--out {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, yaml.safe_dump(entries, sort_keys=False))

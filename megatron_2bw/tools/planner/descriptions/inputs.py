@@ -20,6 +20,7 @@ from megatron_2bw.tools.planner.descriptions.hugging_face_config import (
 )
 from megatron_2bw.tools.planner.descriptions.model import Model, flag
 from megatron_2bw.tools.planner.descriptions.profile import Profile
+from megatron_2bw.tools.planner.descriptions.reading import data_file
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 
@@ -29,52 +30,9 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(map(whole(1), text.split(",")))
 
 
-Kinds = dict[str, dict[str, Any]]  # of flags, by argument
-
-
-def _flags(names: str, **kind: Any) -> Kinds:
-    return dict.fromkeys(names.split(), kind)
-
-
-def _defaults(**values: float | str) -> Kinds:
-    flags = {}
-    for name, value in values.items():
-        kind = whole(1) if isinstance(value, int) else type(value)
-        flags[name] = {"type": kind, "default": value}
-    return flags
-
-
-def _choices(name: str, *values: str) -> Kinds:
-    return {name: {"choices": values, "default": values[0]}}
-
-
 # Megatron's flags of a model, and --bert.
-FLAGS = (
-    _flags(" ".join(SHAPE), type=whole(1))
-    | _flags("ffn_hidden_size kv_channels num_query_groups vocab_size", type=whole(1))
-    | {switch: {"action": "store_true"} for switch, _ in models.SWITCHES.values()}
-    | _flags(
-        "bert group_query_attention openai_gelu no_bias_gelu_fusion",
-        action="store_true",
-    )
-    | _choices("normalization", "LayerNorm", "RMSNorm")
-    | _choices("position_embedding_type", "learned_absolute", "rope")
-    | _defaults(rotary_base=10000, rope_scaling_factor=8.0, norm_epsilon=1e-5)
-    | _defaults(attention_dropout=0.1, hidden_dropout=0.1)
-    | _flags(
-        "num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size",
-        type=whole(1),
-    )
-    | _defaults(moe_router_topk=2, moe_layer_freq="1", moe_aux_loss_coeff=0.0)
-    | _flags("multi_latent_attention", action="store_true")
-    | _defaults(kv_lora_rank=32, qk_head_dim=128, v_head_dim=128)
-    | _defaults(qk_pos_emb_head_dim=64)
-    # Other flags say it, or no estimate depends on it.
-    | _flags(
-        "moe_token_dispatcher_type moe_router_load_balancing_type rope_type "
-        "max_position_embeddings padded_vocab_size tokenizer_type tokenizer_model"
-    )
-)
+FLAGS = data_file("model_flags.toml")
+TYPES = {"count": whole(1), "number": float}
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -88,9 +46,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     for name, kind in FLAGS.items():
         meaning = "as Megatron's" if kind else argparse.SUPPRESS
-        if name == "bert":
-            meaning = "a BERT, not a GPT"
-        group.add_argument(flag(name), **kind, help=meaning)
+        options = {"help": meaning} | kind
+        if "type" in kind:
+            options["type"] = TYPES[kind["type"]]
+        group.add_argument(flag(name), **options)
 
 
 def model_of(options: argparse.Namespace) -> Model:
@@ -120,16 +79,20 @@ def _whole_model(options: argparse.Namespace) -> Model:
 def _described_model(given: argparse.Namespace) -> Model:
     """The model of Megatron's flags."""
     kind = "bert" if given.bert else "gpt"
-    vocab = given.vocab_size or int(given.padded_vocab_size or 0)
-    ffn = given.ffn_hidden_size or 0  # Megatron's default: 4h
-    if given.swiglu and not ffn:
-        # two thirds of it, rounded down to a multiple of 64
-        ffn = int(given.hidden_size * 8 / 3 / 64) * 64
-    fields: dict[str, Any] = {
-        "head_size": given.kv_channels or 0,
-        "groups": (given.num_query_groups or 1) if given.group_query_attention else 0,
-        "dense": dense_layers(given.moe_layer_freq) if given.num_experts else 0,
-    }
+    fields: dict[str, Any] = {}
+    for field, argument in models.ARGUMENTS.items():
+        fields[field] = getattr(given, argument, None) or 0
+    for field, (argument, value) in models.SWITCHES.items():
+        fields[field] = getattr(given, argument) is value
+    fields["vocab"] = fields["vocab"] or int(given.padded_vocab_size or 0)
+    fields["vocab"] = fields["vocab"] or (30522 if given.bert else 50257)
+    fields["sequence"] = fields["sequence"] or 1024
+    if given.swiglu and not fields["ffn"]:
+        # two thirds of Megatron's 4h, rounded down to a multiple of 64
+        fields["ffn"] = int(given.hidden_size * 8 / 3 / 64) * 64
+    fields["groups"] = (fields["groups"] or 1) if given.group_query_attention else 0
+    if given.num_experts:
+        fields["dense"] = dense_layers(given.moe_layer_freq)
     if given.multi_latent_attention:
         fields["head_size"] = given.v_head_dim
         fields["latent"] = given.kv_lora_rank
@@ -138,21 +101,9 @@ def _described_model(given: argparse.Namespace) -> Model:
         fields["gelu"] = "tanh"
     elif given.no_bias_gelu_fusion:
         fields["gelu"] = "exact"
-    for field, (argument, value) in models.SWITCHES.items():
-        fields[field] = getattr(given, argument) is value
     return Model(
         kind,
-        given.num_layers,
-        given.hidden_size,
-        given.num_attention_heads,
-        vocab or (30522 if given.bert else 50257),
-        given.seq_length or 1024,
-        kind,
-        ffn,
-        experts=given.num_experts or 0,
-        topk=given.moe_router_topk,
-        expert_ffn=given.moe_ffn_hidden_size or 0,
-        shared_ffn=given.moe_shared_expert_intermediate_size or 0,
+        kind=kind,
         aux_loss=given.moe_aux_loss_coeff,
         rms_norm=given.normalization == "RMSNorm",
         rotary=given.position_embedding_type == "rope",

@@ -7,6 +7,7 @@ with biases and norms.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -101,9 +102,7 @@ class Model(Described):
         """Parameters of one layer (of a mixture: with experts) on one of `tensor`
         ranks, with one of `expert` parts of the experts: matrices and their biases
         divided by the tensor ranks, norms whole."""
-        count = sum(
-            inputs * outputs for inputs, outputs in self.matrix_sides(tensor)
-        ) + self._norms(2)
+        count = _products(self.matrix_sides(tensor)) + self._norms(2)
         if self.latent:
             count += self.latent * (1 if self.rms_norm else 2) * self.qk_norm
         elif self.qk_norm:
@@ -116,7 +115,7 @@ class Model(Described):
 
     def expert_parameters(self, tensor: int = 1, expert: int = 1) -> float:
         """Parameters of the experts in a layer; 0 without experts."""
-        each = sum(inputs * outputs for inputs, outputs in self.expert_sides(tensor))
+        each = _products(self.expert_sides(tensor))
         each += self._mlp_biases(self.expert_ffn, tensor) if self.bias else 0
         return self.experts / expert * each
 
@@ -130,11 +129,8 @@ class Model(Described):
         return self.adapter_rank * sum(inputs + outputs for inputs, outputs in sides)
 
     def trained_parameters(self) -> float:
-        return (
-            self.layers * self.adapter_parameters()
-            if self.adapter_rank
-            else self.parameters()
-        )
+        adapters = self.layers * self.adapter_parameters()
+        return adapters or self.parameters()
 
     def _norms(self, count: int) -> int:
         return count * self.hidden * (1 if self.rms_norm else 2)
@@ -180,9 +176,8 @@ class Model(Described):
         The scores are counted whole, without a mask.
         """
         tokens = microbatch * self.sequence
-        once = self.matrix_sides(tensor)
-        routed = self.expert_sides(tensor)
-        each = sum(i * o for i, o in once) + self.topk * sum(i * o for i, o in routed)
+        routed = self.topk * _products(self.expert_sides(tensor))
+        each = _products(self.matrix_sides(tensor)) + routed
         scores = 2 * self.query_size + self.heads * self.rotary_head
         return 2 * tokens * each, 2 * tokens * self.sequence * scores / tensor
 
@@ -241,14 +236,9 @@ class Model(Described):
         return command_line(
             (
                 True,
-                (
-                    f"--num-layers {self.layers} --hidden-size {self.hidden} "
-                    f"--num-attention-heads {self.heads}"
-                ),
-            ),
-            (
-                True,
-                f"--seq-length {self.sequence} --max-position-embeddings {self.sequence}",
+                f"--num-layers {self.layers} --hidden-size {self.hidden} "
+                f"--num-attention-heads {self.heads} --seq-length {self.sequence} "
+                f"--max-position-embeddings {self.sequence}",
             ),
             # With --swiglu Megatron's default is not 4 x hidden.
             (
@@ -283,19 +273,13 @@ class Model(Described):
             (self.adapter_rank, f"--lora-rank {self.adapter_rank}"),
             (
                 self.latent,
-                f"--multi-latent-attention --rope-type rope --kv-lora-rank {self.latent}",
-            ),
-            (
-                self.latent,
-                f"--qk-head-dim {self.head_size} --v-head-dim {self.head_size}",
-            ),
-            (self.latent, f"--qk-pos-emb-head-dim {self.rotary_head}"),
-            (
-                self.experts,
-                f"--num-experts {self.experts} --moe-router-topk {self.topk}",
+                f"--multi-latent-attention --rope-type rope --kv-lora-rank {self.latent} "
+                f"--qk-head-dim {self.head_size} --v-head-dim {self.head_size} "
+                f"--qk-pos-emb-head-dim {self.rotary_head}",
             ),
             (
                 self.experts,
+                f"--num-experts {self.experts} --moe-router-topk {self.topk} "
                 f"--moe-ffn-hidden-size {self.expert_ffn} --moe-token-dispatcher-type alltoall",
             ),
             (
@@ -311,6 +295,10 @@ class Model(Described):
                 f"--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff {self.aux_loss:g}",
             ),
         )
+
+
+def _products(sides: list[tuple[float, float]]) -> float:
+    return sum(map(math.prod, sides))
 
 
 def flag(argument: str) -> str:
@@ -362,10 +350,10 @@ PRESETS = {name: Model(name, **entry) for name, entry in _DATA["models"].items()
 def preset(name: str, sequence: int | None = None) -> Model:
     """A preset, with another sequence length if given. UserError lists the names if the
     name is unknown."""
-    model = PRESETS.get(name) or PRESETS.get(f"gpt-{name}")
-    if model is None:
+    if name not in PRESETS:
         raise UserError(
             f"--model {name}: not one of {', '.join(PRESETS)}, and no "
             f"file{did_you_mean(name, PRESETS)}"
         )
+    model = PRESETS[name]
     return replace(model, sequence=sequence) if sequence else model

@@ -77,8 +77,6 @@ class Plan:
     context: int = 1  # ranks that share a sequence
     # layers of each stage where `first` and `last` cannot express them
     stages: tuple[int, ...] = ()
-    # of full: only that many layers of each stage (--recompute-method block); 0: all
-    recompute_block: int = 0
     grad_reduce_in_bf16: bool = False  # gradients are reduced and kept in 16 bits
     expert: int = 1  # ranks that share the experts of a layer, among the replicas
     # 2bw's optimizer is in host memory, and one gradient slot on the GPU
@@ -167,10 +165,7 @@ class Plan:
 
     @property
     def recompute_name(self) -> str:
-        """none, selective, full; stage: full with more than one layer a recompute; or
-        block and layers."""
-        if self.recompute_block:
-            return f"block {self.recompute_block}"
+        """none, selective, full; stage: full with more than one layer a recompute."""
         return "stage" if self.recompute_layers > 1 else self.recompute
 
     @cached_property
@@ -223,15 +218,17 @@ class Plan:
         overlaps = self.schedule == "megatron" and self.replicas > 1
         extra = self.extra[:1] if len(set(self.extra)) == 1 else self.extra
         full = self.recompute == "full"
-        method = "block" if self.recompute_block else "uniform"
-        layers = self.recompute_block or self.recompute_layers
+        layers = self.recompute_layers
         slots = self.schedule == "2bw" and self.gradient_slots != 2
         return command_line(
-            (True, f"--pipeline-schedule {self.schedule}"),
-            (True, f"--tensor-model-parallel-size {self.tensor}"),
-            (True, f"--pipeline-model-parallel-size {self.depth}"),
-            (True, f"--micro-batch-size {self.microbatch}"),
-            (True, f"--global-batch-size {self.global_batch}"),
+            (
+                True,
+                f"--pipeline-schedule {self.schedule} "
+                f"--tensor-model-parallel-size {self.tensor} "
+                f"--pipeline-model-parallel-size {self.depth} "
+                f"--micro-batch-size {self.microbatch} "
+                f"--global-batch-size {self.global_batch}",
+            ),
             (self.context > 1, f"--context-parallel-size {self.context}"),
             (self.expert > 1, f"--expert-model-parallel-size {self.expert}"),
             (self.first, f"--decoder-first-pipeline-num-layers {self.first}"),
@@ -243,7 +240,7 @@ class Plan:
             ),
             (self.sequence_parallel, "--sequence-parallel"),
             (self.recompute != "none", f"--recompute-granularity {self.recompute}"),
-            (full, f"--recompute-method {method} --recompute-num-layers {layers}"),
+            (full, f"--recompute-method uniform --recompute-num-layers {layers}"),
             (slots, f"--two-bw-gradient-slots {self.gradient_slots}"),
             (self.host, "--two-bw-optimizer host"),
             (any(self.extra), f"--two-bw-extra-warmup {','.join(map(str, extra))}"),

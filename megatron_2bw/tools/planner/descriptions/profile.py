@@ -89,12 +89,12 @@ class Profile(Described):
         """Whether so many tensor-parallel ranks were measured."""
         return any(point.tensor == tensor for point in self.blocks)
 
-    def fits(self, model: Model, precision: str | None = None) -> str | None:
-        """None if layers of this shape were measured, in `precision` if given; else one
-        line that names the flag."""
+    def fits(self, model: Model, precision: str) -> str | None:
+        """None if layers of this shape were measured in `precision`; else one line that
+        names the flag."""
         if model.experts or model.latent:
             return "it is of dense layers with plain attention"
-        if precision not in (None, self.precision):
+        if precision != self.precision:
             return f"--precision: the profile was measured with {self.precision}, and {precision} is asked for"
         shape = "hidden heads ffn groups head_size sequence gated dropout"
         for name in shape.split():

@@ -28,10 +28,15 @@ class Described:
     }
 
 
+def data_file(name: str) -> dict[str, dict[str, Any]]:
+    """A TOML file of this folder."""
+    return tomllib.loads(files(__package__).joinpath(name).read_text())
+
+
 def presets(name: str) -> dict[str, dict[str, Any]]:
     """The tables of a TOML file of this folder. An entry also has the values of the
     entry of `shared` that it is `like`."""
-    tables = tomllib.loads(files(__package__).joinpath(name).read_text())
+    tables = data_file(name)
     shared = tables["shared"]
     for table in tables.values():
         for name, entry in table.items():

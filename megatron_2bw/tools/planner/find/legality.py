@@ -8,7 +8,6 @@ Invariant: what is legal here trains; Megatron's own check of its arguments
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from megatron_2bw.run.flags.rule import installed
 from megatron_2bw.tools.planner.descriptions.model import Model
@@ -17,33 +16,25 @@ from megatron_2bw.tools.planner.descriptions.plan import Plan
 PRECISIONS = ("bf16", "fp16", "fp32")
 
 
-class Host(NamedTuple):
-    """What a plan is to run on: the number of GPUs, the precision, and whether the GPUs
-    have bf16."""
-
-    gpus: int
-    precision: str = "bf16"
-    bf16: bool = True
-
-
-def violations(plan: Plan, model: Model, *host: int | str | bool) -> Iterator[str]:
-    """The causes for which `plan` is illegal; none if it is legal. `host` is what Host
-    has. The rules that a search breaks most often come first."""
-    on = Host(*host)
-    if plan.gpus != on.gpus:
+def violations(
+    plan: Plan, model: Model, gpus: int, precision: str = "bf16", bf16: bool = True
+) -> Iterator[str]:
+    """The causes for which `plan` is illegal; none if it is legal. bf16: whether the
+    GPUs have it. The rules that a search breaks most often come first."""
+    if plan.gpus != gpus:
         yield "the sizes do not use every GPU"
     yield from _tensor_parallel(plan, model)
     yield from _context_and_experts(plan, model)
     yield from _stages(plan, model)
-    if on.precision == "bf16" and not on.bf16:
+    if precision == "bf16" and not bf16:
         yield "the GPU has no bf16: use --precision fp16"
-    yield from _of_two_bw(plan)
-    if plan.gpipe_round and (
-        plan.schedule != "gpipe" or plan.gpipe_round > plan.microbatches
-    ):
-        yield "--gpipe-round only with gpipe, of at most a batch's microbatches"
+    slots = [2]
+    if plan.schedule == "2bw":
+        slots = [1, 2, "shard"] if plan.distributed_optimizer else [1, 2]
+    if plan.gradient_slots not in slots:
+        yield "gradient slots only with 2bw, and shard only with the distributed optimizer"
     if plan.schedule == "pipedream":
-        yield from _pipedream(plan, model, on)
+        yield from _pipedream(plan, model, precision)
 
 
 def may_divide_sequences(model: Model) -> bool:
@@ -105,13 +96,8 @@ def _stages(plan: Plan, model: Model) -> Iterator[str]:
 
 
 def _share_layers(plan: Plan, model: Model) -> bool:
-    """Megatron does not look at the sizes of a layout's middle stages: none, or less
-    than none, would pass."""
     if plan.stages:
-        if plan.first or plan.last or plan.virtual > 1:
-            return False
-        whole = sum(plan.stages) == model.layers and min(plan.stages) >= 1
-        return whole and len(plan.stages) == plan.depth > 1
+        return sum(plan.stages) == model.layers and len(plan.stages) == plan.depth
     layers = model.layers - plan.first - plan.last
     stages = plan.depth - bool(plan.first) - bool(plan.last)
     if stages == 0:
@@ -127,29 +113,12 @@ def _too_few_microbatches(plan: Plan) -> bool:
     return plan.microbatches < plan.pipeline.min_microbatches(plan.depth)
 
 
-def _of_two_bw(plan: Plan) -> Iterator[str]:
-    ours = plan.schedule == "2bw"
-    slots = [2]
-    if ours:
-        slots = [1, 2, "shard"] if plan.distributed_optimizer else [1, 2]
-    if plan.gradient_slots not in slots:
-        yield "gradient slots only with 2bw, and shard only with the distributed optimizer"
-    if plan.host and (not ours or plan.gradient_slots != 2):
-        yield "--two-bw-optimizer host only with 2bw"
-    if plan.extra_warmup and (
-        not ours or plan.depth == 1 or len(plan.extra_warmup) not in (1, plan.depth - 1)
-    ):
-        yield "extra warm-up only with 2bw, one number or one for each boundary"
-    if plan.extrapolate and not ours:
-        yield "--two-bw-correction only with 2bw"
-
-
-def _pipedream(plan: Plan, model: Model, on: Host) -> Iterator[str]:
+def _pipedream(plan: Plan, model: Model, precision: str) -> Iterator[str]:
     if plan.distributed_optimizer:
         yield "pipedream with the distributed optimizer"
     if model.experts:
         yield "pipedream with --num-experts"
     if plan.depth > 1 and model.tied:
         yield "pipedream with tied embeddings"
-    if on.precision == "fp16":
+    if precision == "fp16":
         yield "pipedream with fp16 and dynamic loss scale"

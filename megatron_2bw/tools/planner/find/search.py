@@ -16,13 +16,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_2bw.tools.planner.cost.bounds import work_bound
-from megatron_2bw.tools.planner.cost.compute import Work
-from megatron_2bw.tools.planner.cost.memory import GIB
 from megatron_2bw.tools.planner.cost.simulated import Cost
 from megatron_2bw.tools.planner.descriptions.cluster import Device
 from megatron_2bw.tools.planner.descriptions.plan import Plan, by_fields
 from megatron_2bw.tools.planner.find.legality import (
-    Host,
     may_divide_sequences,
     violations,
 )
@@ -35,8 +32,8 @@ WIDER = 2
 class Search:
     """An iterable of (seconds per sample, plan), fastest first.
 
-    rejected   cause (legality.RULES) -> number of shapes (tensor, context, depth,
-               microbatch) and plans that it forbids
+    rejected   cause -> number of shapes (tensor, context, depth, microbatch) and plans
+               that it forbids
     too_large  the plans that do not fit and whose bound is below the last plan yielded,
                lowest bound first
     examined   number of simulated plans
@@ -54,34 +51,30 @@ class Search:
         self.limit = limit
         self.model = cost.model
         cluster = cost.cluster
-        self._host = Host(cluster.gpus, cost.precision, cluster.device.bf16)
+        self._host = (cluster.gpus, cost.precision, cluster.device.bf16)
         # plans with equal bounds leave the queue in the order of enumeration
         self._number = itertools.count()
-        self._clear()
-
-    def _clear(self) -> None:
+        self._queue: list[tuple[float, int, str, Plan]] = []
         self.rejected: Counter[str] = Counter()
         self.too_large: list[Plan] = []
         self.examined = 0
 
     def __iter__(self) -> Iterator[tuple[float, Plan]]:
-        self._clear()
-        self._queue: list[tuple[float, int, str, Plan, tuple]] = []
+        """Search, once."""
         for plan in self.shapes():
             self._put(self._shape_bound(plan), "shape", plan)
         yielded: set[tuple] = set()
         while self._queue:
-            bound, _, state, plan, choice = heapq.heappop(self._queue)
+            bound, _, state, plan = heapq.heappop(self._queue)
             if bound >= self.limit:
                 return
             if state == "shape":
                 self._divide(plan)
             elif state == "split":
-                for choice in self._schedules(plan):
-                    work = self._work_bound(plan, *choice)
-                    self._put(work, "schedule", plan, choice)
+                for scheduled in self._schedules(plan):
+                    self._put(self._work_bound(scheduled), "schedule", scheduled)
             elif state == "schedule":
-                self._vary(bound, plan, choice)
+                self._vary(bound, plan)
             elif self.distinct and _key(plan) in yielded:
                 continue
             elif state == "ahead":
@@ -94,9 +87,8 @@ class Search:
                 yielded.add(_key(plan))
                 yield bound, plan
 
-    def _put(self, bound: float, state: str, plan: Plan, choice: tuple = ()) -> None:
-        entry = (bound, next(self._number), state, plan, choice)
-        heapq.heappush(self._queue, entry)
+    def _put(self, bound: float, state: str, plan: Plan) -> None:
+        heapq.heappush(self._queue, (bound, next(self._number), state, plan))
 
     def _put_bound(self, bound: float, plan: Plan) -> None:
         least = self.cost.lower_bound(plan) / plan.global_batch
@@ -110,10 +102,9 @@ class Search:
         for split in self.split(shape):
             self._put(self._split_bound(split), "split", split)
 
-    def _vary(self, bound: float, split: Plan, choice: tuple) -> None:
-        """Enter the variants of a schedule."""
-        scheduled = self._scheduled(split, *choice)
-        if scheduled is None:
+    def _vary(self, bound: float, scheduled: Plan) -> None:
+        """Enter the variants of a schedule, if it is legal."""
+        if not self._legal(scheduled):
             return
         for variant in self.variants(scheduled):
             plan = self._leaner(variant)
@@ -157,93 +148,47 @@ class Search:
         return work.total / (plan.depth * plan.microbatch * plan.width)
 
     def _leanest(self, shape: Plan) -> Plan:
-        """The shape with the space's choices that need the fewest weights, gradients
-        and optimizer states."""
-        space = self.space
-        cluster = self.cost.cluster
-        schedule = min(space.schedules, key=LATE.__contains__)
-        sharded = max(space.distributed_optimizer) and shape.replicas > 1
-        slots = 2
-        if schedule == "2bw" and 1 in space.gradient_slots:
-            slots = 1
-        elif schedule == "2bw" and sharded:
-            slots = "shard"
-        plan = shape.changed(
-            schedule=schedule,
-            gradient_slots=slots,
-            distributed_optimizer=sharded,
-            extrapolate=False,
+        """A plan of the shape with little memory, which may be the smallest of all."""
+        return shape.changed(
+            schedule=min(self.space.schedules, key=LATE.__contains__),
+            distributed_optimizer=shape.replicas > 1
+            and True in self.space.distributed_optimizer,
         )
-        if not (space.host and "2bw" in space.schedules):
-            return plan
-        devices = cluster.devices or [cluster.device]
-        room = max(device.host_memory_gib for device in devices) * GIB
-        # With more bytes than that no division of the layers fits.
-        if sum(self.cost.memory.host_bytes(plan)) > plan.depth * room:
-            return plan
-        on_host = plan.changed(schedule="2bw", gradient_slots=2, host=True)
-        return min(plan, on_host, key=self._bytes)
-
-    def _bytes(self, plan: Plan) -> float:
-        """Bytes of a parameter on the GPU."""
-        versions = 2 if plan.schedule == "2bw" else 1
-        return sum(self.cost.memory.a_parameter(plan, versions))
 
     def _least_memory(self, shape: Plan) -> float:
-        """Bytes of weights, gradients and optimizer on equal stages. Every plan of the
-        shape needs at least these."""
-        plan = self._leanest(shape)
+        """Bytes of weights and gradients on equal stages. Every plan of the shape needs
+        at least these."""
         memory = self.cost.memory
-        versions = 2 if plan.schedule == "2bw" else 1
         total = 0.0
         for stage in enumerate(shape.layers_of(self.model)):
-            trained = sum(memory.state(plan, *stage, versions))
-            total += trained + memory.frozen(plan, *stage)
-        return total / plan.depth
+            weights, gradients, _ = memory.state(shape, *stage, 1)
+            total += weights + gradients + memory.frozen(shape, *stage)
+        return total / shape.depth
 
     def _split_bound(self, plan: Plan) -> float:
         """Seconds per sample if the busiest stage never waited."""
-        longest = max(work.total for work in self._works(plan))
+        longest = max(work.total for work in self.cost.fastest.stages(plan))
         return longest / (plan.microbatch * plan.width)
 
-    def _works(self, split: Plan) -> list[Work]:
-        """Work of one microbatch on each stage, in the rank order that puts it on the
-        faster GPUs."""
-        if not self.cost.cluster.devices:
-            return self.cost.stages(split)
-        least = []
-        for inside in self.space.pipeline_inside:
-            works = self.cost.stages(split.changed(pipeline_inside=inside))
-            least = [*map(Work.least, works, least or works)]
-        return least
+    def _work_bound(self, plan: Plan) -> float:
+        """Seconds per sample of the stages' computation and of the end of a batch."""
+        orders = [plan]
+        if self.cost.cluster.devices:
+            orders.append(plan.changed(pipeline_inside=True))
+        works = map(self.cost.stages, orders)
+        seconds = min(work_bound(plan, work) for work in works)
+        reduction, update = self._least_end(plan)
+        if plan.schedule == "2bw":
+            seconds = max(seconds, reduction)
+        elif plan.schedule != "pipedream":
+            seconds += update if plan.schedule == "megatron" else update + reduction
+        return seconds / plan.global_batch
 
-    def _work_bound(
-        self, split: Plan, schedule: str, slots: int, virtual: int
-    ) -> float:
-        """Seconds per sample of the schedule, with the shortest steps and messages of
-        all `variants`."""
-        works = self._works(split)
-        seconds = work_bound(works, split.microbatches, schedule, virtual)
-        reduce, update, messages, taken = self._least_waits(split)
-        if schedule == "2bw":
-            in_flight = split.microbatches if self.space.extra_warmup else split.depth
-            around = (sum(work.total for work in works) + 2 * messages) / in_flight
-            seconds = max(seconds, split.microbatches * max(around, taken), reduce)
-        elif schedule != "pipedream":
-            seconds += update if schedule == "megatron" else update + reduce
-        return seconds / split.global_batch
-
-    @by_fields("tensor context expert depth width microbatch first last stages")
-    def _least_waits(self, split: Plan) -> tuple[float, float, float, float]:
-        """The minimum of `Cost.waits` over all `variants`, term by term."""
-        waits = []
-        for inside in self.space.pipeline_inside:
-            for sharded in self.space.distributed_optimizer:
-                plan = split.changed(
-                    pipeline_inside=inside, distributed_optimizer=sharded
-                )
-                waits.append(self.cost.waits(plan))
-        return tuple(map(min, zip(*waits)))
+    @by_fields("tensor context expert depth width first last stages")
+    def _least_end(self, plan: Plan) -> tuple[float, float]:
+        """The minimum of `Cost.end` over all variants, term by term."""
+        ends = map(self.cost.end, self.variants(plan))
+        return tuple(map(min, zip(*ends)))
 
     def shapes(self) -> Iterator[Plan]:
         """One plan for each legal (tensor, context, depth, width, expert, microbatch,
@@ -281,16 +226,7 @@ class Search:
                 yield from self._legal_shapes(plan)
 
     def _legal_shapes(self, plan: Plan) -> Iterator[Plan]:
-        if not plan.microbatches:
-            self.rejected[
-                "the global batch is smaller than the data-parallel size"
-            ] += 1
-            return
-        splits = self.splits(plan.depth)
-        if not splits:
-            self.rejected["more stages than the layers divide into"] += 1
-            return
-        first, last = splits[0]
+        first, last = [*self.splits(plan.depth), (0, 0)][0]
         divided = self.space.sequence_parallel and plan.tensor > 1
         plan = plan.changed(
             first=first,
@@ -300,9 +236,7 @@ class Search:
         if not self._legal(plan):
             return
         for kind in self.space.recompute:
-            if kind == "block":
-                yield plan.changed(recompute="full", recompute_block=1)
-            elif kind != "stage":
+            if kind != "stage":
                 yield plan.changed(recompute=kind)
             elif plan.depth > 1 or "full" not in self.space.recompute:
                 yield plan.changed(recompute="full", recompute_layers=self.model.layers)
@@ -319,10 +253,7 @@ class Search:
         whole_stages = shape.recompute_layers > 1
         for split in self.layouts(shape):
             longest = max(split.layers_of(self.model))
-            if split.recompute_block:
-                for block in range(1, longest):
-                    yield split.changed(recompute_block=block)
-            elif not whole_stages:
+            if not whole_stages:
                 yield split
             # with one layer a stage it is "full"
             elif longest > 1 or "full" not in self.space.recompute:
@@ -384,23 +315,6 @@ class Search:
             splits += [pair for pair in pairs if pair != (middle, middle)]
         return splits
 
-    def _scheduled(
-        self, split: Plan, schedule: str, slots: int, virtual: int
-    ) -> Plan | None:
-        microbatches = split.microbatches
-        if virtual > 1:
-            microbatches -= microbatches % split.depth
-        if not microbatches:
-            return None
-        plan = split.changed(
-            schedule=schedule,
-            gradient_slots=slots,
-            virtual=virtual,
-            microbatches=microbatches,
-            extrapolate=self.space.extrapolate and schedule == "2bw",
-        )
-        return plan if self._legal(plan) else None
-
     def variants(self, plan: Plan) -> Iterator[Plan]:
         """The plan in each rank order, with and without the distributed optimizer;
         without extra warm-up."""
@@ -410,29 +324,33 @@ class Search:
                     pipeline_inside=inside, distributed_optimizer=distributed
                 )
 
-    def _schedules(self, shape: Plan) -> Iterator[tuple[str, int, int]]:
-        """(schedule, gradient slots, chunks per stage)."""
+    def _schedules(self, split: Plan) -> Iterator[Plan]:
+        """The division with each schedule, its gradient slots and its chunks."""
         schedules = self.space.schedules
         for schedule in schedules:
+            plan = split.changed(schedule=schedule)
             if schedule == "2bw":
+                corrected = plan.changed(extrapolate=self.space.extrapolate)
                 for slots in self.space.gradient_slots:
-                    yield schedule, slots, 1
-                continue
-            plain = schedule not in ("megatron", "pipedream")
-            if plain and shape.depth == 1 and "megatron" in schedules:
-                # on one stage they equal Megatron's schedule without its overlap
-                continue
-            yield schedule, 2, 1
-            if schedule == "megatron" and shape.depth > 1:
-                for virtual in self._chunks(shape):
-                    yield schedule, 2, virtual
+                    yield corrected.changed(gradient_slots=slots)
+            elif schedule == "megatron":
+                yield plan
+                yield from self._interleaved(plan)
+            # on one stage the others equal Megatron's schedule without its overlap
+            elif (
+                plan.depth > 1 or schedule == "pipedream" or "megatron" not in schedules
+            ):
+                yield plan
 
-    def _chunks(self, shape: Plan) -> list[int]:
-        """The numbers of chunks of Megatron's interleaved schedule."""
-        if shape.stages or shape.recompute_block:
-            return []
-        layers = math.gcd(*shape.layers_of(self.model))
-        return [k for k in _divisors(layers, self.space.virtual) if k > 1]
+    def _interleaved(self, plan: Plan) -> Iterator[Plan]:
+        """The plan with each number of chunks."""
+        microbatches = plan.microbatches - plan.microbatches % plan.depth
+        if plan.depth == 1 or plan.stages or not microbatches:
+            return
+        layers = math.gcd(*plan.layers_of(self.model))
+        for virtual in _divisors(layers, self.space.virtual):
+            if virtual > 1:
+                yield plan.changed(virtual=virtual, microbatches=microbatches)
 
     def _orders(self, shape: Plan) -> tuple[bool, ...]:
         """The rank orders of the space; only the first if all put the ranks on the same
@@ -490,7 +408,7 @@ def on_fewer(
     parts += [(servers, count) for count in range(1, per_server)]
     best = None
     for part in sorted(parts, key=math.prod, reverse=True):
-        on_part = cost.on(cost.cluster.part(*part))
+        on_part = replace(cost, cluster=cost.cluster.part(*part))
         fastest = next(iter(Search(on_part, space, limit=limit)), None)
         if fastest is not None:
             limit, plan = fastest

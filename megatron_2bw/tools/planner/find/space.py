@@ -10,7 +10,6 @@ from megatron_2bw.tools.planner.descriptions.plan import RECOMPUTE
 PLANNED = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
 RECOMPUTES = (*RECOMPUTE, "stage")
 LATE = ("2bw", "pipedream")  # schedules whose gradients are late
-BLOCK = "block"  # on request
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,7 @@ class Space:
     virtual       chunks per stage of Megatron's interleaved schedule; by default all
                   divisors of the stage's layers
     recompute     "stage" keeps the stages' inputs only. It takes as long as "full", so
-                  it is tried where that does not fit. On request: "block" repeats all
-                  layers of a stage but some, each number of them
+                  it is tried where that does not fit
     uneven        whether first and last stages may have other numbers of layers than
                   the others
     extra_warmup  for each plan of 2bw also the plan with the extra warm-up that hides

@@ -117,13 +117,12 @@ def read_runs(path: Path) -> list[Run]:
         rows = list(csv.DictReader(file))
     if not rows:
         raise UserError(f"{path}: no rows; expected a header with {', '.join(COLUMNS)}")
-    missing = sorted(set(COLUMNS) - set(rows[0]))
-    unknown = sorted(set(rows[0]) - {*COLUMNS, *OPTIONAL})
-    if missing or unknown:
-        fault = f"unknown column {unknown[0]}" if unknown else ""
-        if missing:
-            fault = f"the column {missing[0]} is missing"
-        raise UserError(f"{path}: {fault} (known: {', '.join([*COLUMNS, *OPTIONAL])})")
+    missing = set(COLUMNS) - set(rows[0])
+    unknown = set(rows[0]) - {*COLUMNS, *OPTIONAL}
+    for name in sorted(missing) + sorted(unknown):
+        fault = "is missing" if name in missing else "is unknown"
+        known = ", ".join([*COLUMNS, *OPTIONAL])
+        raise UserError(f"{path}: the column {name} {fault} (known: {known})")
     return [_run(row, f"{path}, line {line}") for line, row in enumerate(rows, 2)]
 
 
@@ -226,6 +225,8 @@ def read_log(path: Path) -> Run:
         )
     if given("multi_latent_attention") == "True":
         raise UserError(f"{path}: runs with --multi-latent-attention are not read")
+    if given("recompute_method") == "block":
+        raise UserError(f"{path}: runs with --recompute-method block are not read")
     times = []
     for line in run_log.training(log):
         if line.milliseconds:
@@ -257,9 +258,7 @@ def read_log(path: Path) -> Run:
         "extrapolate": given("two_bw_correction", "none") != "none",
         "grad_reduce_in_bf16": given("grad_reduce_in_bf16") == "True",
     }
-    block = given("recompute_method") == "block"
-    layers = _cell(given("recompute_num_layers", "")) or 1
-    row["recompute_block" if block else "recompute_layers"] = layers
+    row["recompute_layers"] = _cell(given("recompute_num_layers", "")) or 1
     layout = layout_stages(_cell(given(LAYOUT, "")))
     # no layout, or one of interleaved stages
     if len(layout) == int(row["depth"]):
@@ -269,22 +268,12 @@ def read_log(path: Path) -> Run:
 
 
 def _memory(log: str, plan: Plan) -> float:
-    """Peak GiB of the heaviest stage; 0 if the log lacks a stage.
-
-    This project's schedules print all stages in each line of an iteration. With
-    Megatron's own schedule the first rank of each data-parallel group prints its peak
-    after the second iteration.
-    """
+    """Peak GiB of the heaviest stage, of which this project's schedules print all in
+    each line of an iteration; 0 if the log lacks a stage."""
     peaks = []
     for line in run_log.training(log):
         peaks = line.stage_memory or peaks
-    if peaks:
-        return max(peaks) if len(peaks) == plan.depth else 0.0
-    line = r"\[Rank (\d+)\] \(after \d+ iterations\) memory \(MB\) \|[^\n]*?max allocated: ([\d.]+)"
-    ranks = dict(re.findall(line, log))
-    if len(ranks) != plan.tensor * plan.context * plan.depth:
-        return 0.0
-    return max(float(mebibytes) / 1024 for mebibytes in ranks.values())
+    return max(peaks) if len(peaks) == plan.depth else 0.0
 
 
 def _cell(value: str) -> str:

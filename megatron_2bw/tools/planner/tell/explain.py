@@ -88,7 +88,7 @@ class Result:
     def tight(self) -> list[Estimate]:
         """The fastest plans that do not fit by the estimate, but may, and are faster
         than the first one."""
-        loose = self.cost.on(self.cost.cluster, spare=-TIGHT)
+        loose = replace(self.cost, spare=-TIGHT)
         named: dict[str, Plan] = {}
         for plan in itertools.islice(filter(loose.fits, self.search.too_large), 6):
             named.setdefault(plan.title, plan)
@@ -181,9 +181,9 @@ def table(result: Result) -> str:
         plans.append([place, *_plan_cells(cost, estimate)])
         times.append([place, *_time_cells(estimate, error)])
     attention = "flash attention"
-    if not cost.memory.flash:
+    if not cost.flash:
         attention = "attention that keeps its scores"
-    if cost.memory.torch_adam:
+    if cost.torch_adam:
         attention += ", torch's Adam"
     name = cost.model.name
     lines = [
@@ -444,8 +444,8 @@ def terms(cost: Cost) -> dict[str, tuple[str, str]]:
         step = f"profile of the optimizer on {profile.device}"
         update = (MEASURED, f"{step}; {device.step_us / 1e3:g} ms {ESTIMATED}")
     network = _network(cluster)
-    memory = f"formulas by stage; {100 * cost.margin:.0f} % of {device.memory_gib:g} GiB are left free"
-    if cost.given_margin is None:
+    memory = f"formulas by stage; {100 * cost.share_left_free:.0f} % of {device.memory_gib:g} GiB are left free"
+    if cost.margin is None:
         memory += ", and what NCCL takes"
     if cost.spare > 0:
         memory += f"; the plans leave {100 * cost.spare:.0f} % more"

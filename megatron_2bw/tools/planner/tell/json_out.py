@@ -15,13 +15,9 @@ from megatron_2bw.tools.planner.tell.explain import CAVEAT, Result, terms
 def as_json(result: Result) -> dict[str, Any]:
     """The result in plain types: seconds, bytes, samples."""
     cost = result.cost
-    search = result.search
     evidence = {}
     for term, (tag, source) in terms(cost).items():
         evidence[term] = {"tag": tag, "source": source}
-    too_large = {"count": len(search.too_large), "fastest": None}
-    if search.too_large:
-        too_large["fastest"] = _estimate(cost, cost.estimate(search.too_large[0]))
     cluster = asdict(replace(cost.cluster, profile=None))
     cluster["profile"] = cost.cluster.profile is not None
     content = {
@@ -29,19 +25,17 @@ def as_json(result: Result) -> dict[str, Any]:
         "cluster": cluster,
         "space": asdict(result.space),
         "precision": cost.precision,
-        "flash": cost.memory.flash,
-        "margin": cost.margin,
+        "flash": cost.flash,
+        "margin": cost.share_left_free,
         "error": cost.cluster.device.error,
         "ties": result.ties,
         "run": {"model": cost.model.flags(), "data": jobs.mock_data(cost.model)},
         "plans": [_estimate(cost, estimate) for estimate in result.estimates],
         "tight": [_estimate(cost, estimate) for estimate in result.tight],
-        "rejected": search.rejected,
-        "too_large": too_large,
         "evidence": evidence,
         "caveat": CAVEAT,
         "search_seconds": result.seconds,
-        "examined": search.examined,
+        "examined": result.search.examined,
     }
     return json.loads(json.dumps(content))  # lists for tuples
 

@@ -1,0 +1,76 @@
+"""megatron-2bw plan calibrate: fits a cluster to measured runs."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_2bw.base.errors import Parser, UserError
+from megatron_2bw.tools.planner.descriptions.cluster_file import named_cluster, to_yaml
+from megatron_2bw.tools.planner.measure import calibrate as calibration
+from megatron_2bw.tools.planner.measure import runs as measured
+
+
+def run_calibrate(words: list[str], prog: str) -> int:
+    options = _calibrate_parser(prog).parse_args(words)
+    # the fit is of estimates, not of measured times
+    cluster = replace(named_cluster(options.cluster), profile=None)
+    runs = measured.read(options.runs)
+    chosen = _chosen_rows(options, len(runs))
+    fitted_to = [runs[index] for index in chosen]
+    unseen = []
+    if len(fitted_to) > 1:
+        unseen = calibration.cross_validated(cluster, fitted_to)
+    if fitted_to:
+        cluster = calibration.calibrate(cluster, fitted_to)
+    if unseen:
+        error = round(calibration.bound(unseen), 3)
+        cluster = replace(cluster, device=replace(cluster.device, error=error))
+    others = []
+    for index, seconds in enumerate(calibration.predict(cluster, runs)):
+        if index not in chosen:
+            others.append(seconds / runs[index].seconds - 1)
+    memory = calibration.memory_errors(cluster, runs)
+    print(f"fitted to {len(fitted_to)} of {len(runs)} runs: {cluster.device}")
+    print(f"{cluster.inside} inside, {cluster.between} between servers")
+    _print_errors(f"mean absolute error of the other {len(others)}", others)
+    _print_errors("mean absolute error by cross-validation", unseen)
+    _print_errors("memory of the heaviest stage, mean absolute error", memory)
+    if options.out:
+        to_yaml(replace(cluster, name=f"{cluster.name}, calibrated"), options.out)
+    return 0
+
+
+def _calibrate_parser(prog: str) -> Parser:
+    columns = f"{', '.join(measured.COLUMNS)}; optional: {', '.join(measured.OPTIONAL)}"
+    endings = ", ".join(name[1:] for name in measured.LOGS)
+    description = (
+        "Fits a cluster's constants to measured runs: rows of a CSV file, or logs of runs "
+        f"(a log's name ends with {endings}; of a folder all logs). Columns of the CSV file: {columns}."
+    )
+    parser = Parser(prog=prog, description=description, allow_abbrev=False)
+    add = parser.add_argument
+    runs = "measured runs: a row or a log each"
+    add("runs", type=Path, nargs="+", metavar="RUNS.csv|RUN_DIR|LOG", help=runs)
+    add("--cluster", required=True, metavar="NAME|FILE.yaml")
+    rows = "rows to fit, spread over the file (default: 20; all of logs); the others are predicted. 0 fits none"
+    add("--rows", type=int, help=rows)
+    add("--out", type=Path, metavar="FILE.yaml", help="the fitted cluster")
+    return parser
+
+
+def _chosen_rows(options: argparse.Namespace, count: int) -> list[int]:
+    """The rows of `count` that are fitted to, spread over all."""
+    rows = options.rows
+    if rows is None:
+        rows = count if any(map(measured.is_log, options.runs)) else 20
+    if not 0 <= rows <= count:
+        raise UserError(f"--rows {rows}: the file has {count}")
+    return [index * count // rows for index in range(rows)]
+
+
+def _print_errors(name: str, errors: list[float]) -> None:
+    if errors:
+        sizes = [*map(abs, errors)]
+        print(f"{name}: {sum(sizes) / len(sizes):.1%}, at most {max(sizes):.1%}")
