@@ -3,16 +3,17 @@ learns.
 
     megatron-2bw demo [--schedule NAME] [--iterations N] [--out DIR]
 
-Invariant: the losses on the screen are those of the log in DIR.
+Invariant: loss.png in DIR is that of a run that ended well.
 """
 
 from __future__ import annotations
 
-from argparse import Namespace
+import argparse
 from pathlib import Path
 
 from megatron_2bw.base import run_log
 from megatron_2bw.base.errors import Parser, file_errors, run_program, whole
+from megatron_2bw.base.files import new_figure, write_figure
 from megatron_2bw.run.flags.plain_torch import PLAIN_TORCH
 from megatron_2bw.run.start.torchrun import log_interval, run_ranks, torchrun
 from megatron_2bw.schedules import SCHEDULE_NAMES
@@ -75,34 +76,69 @@ def pick_device() -> str:
     return "cuda" if torch.cuda.device_count() >= STAGES else "cpu"
 
 
-def run(options: Namespace, prog: str) -> int:
+def draw(
+    path: Path, schedule: str, training: list[tuple[int, float]], validation: float
+) -> None:
+    """The training loss over the iterations, the validation loss marked at their end,
+    as a PNG picture."""
+    figure = new_figure(7, 4.2)
+    axes = figure.add_subplot()
+    iterations, losses = zip(*training)
+    axes.plot(iterations, losses, color="#1f5fa8", linewidth=1.8, label="training loss")
+    axes.plot(
+        iterations[-1],
+        validation,
+        "o",
+        color="#d1495b",
+        clip_on=False,
+        label=f"validation loss {validation:.2f}",
+    )
+    sizes = f"{STAGES} stages, {MICROBATCHES} microbatches"
+    axes.set_title(f"GPT of 3.4 million parameters: {schedule}, {sizes}", fontsize=11)
+    axes.set(
+        xlabel="iteration", ylabel="loss (nats per token)", xlim=(0, iterations[-1])
+    )
+    axes.grid(linewidth=0.5, alpha=0.4)
+    axes.legend(frameon=False)
+    write_figure(path, figure)
+
+
+def run(options: argparse.Namespace, prog: str) -> int:
     """The whole demo; its status. Raises UserError."""
     out = options.out
     device = pick_device()
     log = out / "output" / f"rank-{STAGES - 1}.txt"  # the last stage prints the losses
     with file_errors(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)
-        log.unlink(missing_ok=True)  # the ranks write behind what is there
+        for old in (out / "loss.png", log):
+            old.unlink(missing_ok=True)
     print(
         f"demo: {options.schedule}, {STAGES} stages on {STAGES} processes ({device}), "
         f"{options.iterations} iterations",
         flush=True,
     )
-    command = training_command(
-        options.schedule, options.iterations, build_corpus().flags(), device, out
+    corpus = build_corpus().flags()
+    status = run_ranks(
+        prog,
+        training_command(options.schedule, options.iterations, corpus, device, out),
     )
-    status = run_ranks(prog, command)
     if status:
         return status
     text = log.read_text()
-    losses = [line.loss for line in run_log.training(text)]
+    training = []
+    for line in run_log.training(text):
+        if line.loss is not None:
+            training.append((line.iteration, line.loss))
     *_, validation = run_log.validations(text)
+    draw(out / "loss.png", options.schedule, training, validation.loss)
+    first = training[0][1]
+    last = training[-1][1]
     print(
-        f"\nloss             {losses[0]:.3f}, after {options.iterations} iterations "
-        f"{losses[-1]:.3f}"
+        f"\nloss             {first:.3f}, after {options.iterations} iterations "
+        f"{last:.3f} ({last / first - 1:+.0%})"
     )
     print(f"validation loss  {validation.loss:.3f}")
-    print(f"log              {log}")
+    print(f"files            {out}/: loss.png, {log.relative_to(out)}")
     return 0
 
 

@@ -19,10 +19,11 @@ sys.exit(demo.main(["--iterations", "6", "--out", sys.argv[2]]))
 """
 
 
-def test_demo_trains_and_leaves_a_log(tmp_path):
+def test_demo_trains_and_leaves_a_picture_and_a_log(tmp_path):
     folder = tmp_path / "demo"
     command = [sys.executable, "-c", PROGRAM, tmp_path / "cache", folder]
     screen = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert (folder / "loss.png").stat().st_size > 10_000
     log = (folder / "output" / "rank-1.txt").read_text()
     for text in ("iteration        6/       6 |", "validation loss at iteration 6"):
         assert text in screen and text in log
