@@ -7,8 +7,6 @@ prints each name that is missing there or takes other parameters: what the next 
 would need. By AST: nothing of the checkout is imported.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

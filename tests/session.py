@@ -1,8 +1,6 @@
 """Results that are computed once a session, whichever worker of pytest-xdist needs them
 first."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import hashlib

@@ -4,8 +4,6 @@ code.
 Invariant: a file has options of argparse's `add_argument`, with types by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

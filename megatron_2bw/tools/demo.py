@@ -6,8 +6,6 @@ learns.
 Invariant: loss.png in DIR is that of a run that ended well.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

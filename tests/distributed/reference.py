@@ -7,8 +7,6 @@ every microbatch is late. reference_modes.py adds Megatron's model and data, and
 other rules.
 """
 
-from __future__ import annotations
-
 import torch
 
 

@@ -5,8 +5,6 @@ Bitwise where the additions keep their order (see test_update_rule.py and
 test_equivalence.py for where they do not).
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """megatron-2bw gpu-check: a row on the CPU, ranks that hang or are left behind."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Megatron's HybridModel under 2bw: the reference's bits, and a GPT's where its layers
 are a GPT's."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.distributed.compare import (

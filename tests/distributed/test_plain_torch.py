@@ -1,8 +1,6 @@
 """The plain-torch example with real ranks over gloo: the reference's bits, no
 Megatron."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,8 +1,6 @@
 """The planner's measurements on two real ranks: of links, on one server or on two, and
 of a profile."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """The README's lines of plain torch train a small network on two ranks."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

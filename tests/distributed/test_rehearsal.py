@@ -1,8 +1,6 @@
 """On the CPU a cluster's flags are replaced, in one line; what runs there computes what
 it computes on GPUs."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

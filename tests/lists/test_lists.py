@@ -7,8 +7,6 @@ tests.lists.test_lists` prints how many start, and which limits refused the othe
 with the word `train` behind it trains all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

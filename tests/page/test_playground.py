@@ -5,8 +5,6 @@ Needs npm and node; all but the parity also playwright and chromium (make
 test-playground).
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

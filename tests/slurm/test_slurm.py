@@ -1,8 +1,6 @@
 """GPT and BERT on a real Slurm of two nodes: saved before the time limit, queued again,
 resumed with equal losses."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import json

@@ -1,7 +1,5 @@
 """Real command lines, checked without ranks: what the tests of the flags share."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os

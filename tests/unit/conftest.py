@@ -1,8 +1,6 @@
 """Unit tests share one process: what a test or the code under test sets in the
 environment ends with the test."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from unittest import mock

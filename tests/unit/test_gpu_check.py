@@ -1,8 +1,6 @@
 """megatron-2bw gpu-check: what it does with rows that fail, hang or are skipped; ranks
 that share a GPU."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

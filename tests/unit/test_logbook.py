@@ -1,8 +1,6 @@
 """Log lines, and what the stages add to them: written at once, or when their step is
 made."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """The order of advice: exact and simple plans before delayed and complicated ones of
 equal speed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron_2bw.tools.planner.cost.simulated import Cost

@@ -1,8 +1,6 @@
 """Fitting a cluster to runs: a known cluster is recovered, what runs do not tell of
 stays, files are read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

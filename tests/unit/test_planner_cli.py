@@ -1,8 +1,6 @@
 """megatron-2bw plan in this process: what it prints and writes, and one line with
 status 2 for what is wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

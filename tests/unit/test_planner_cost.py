@@ -1,8 +1,6 @@
 """The planner's times: places by Megatron's rank order, links and layers by hand, and
 the parts of an iteration."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from dataclasses import astuple, replace

@@ -1,8 +1,6 @@
 """What the planner prints: its numbers are the estimates', its words follow from them,
 its advice holds."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,8 +1,6 @@
 """The scripts that start a plan: bash reads them, torchrun and Megatron's parser take
 their words, and they are the plan's."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

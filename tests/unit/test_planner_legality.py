@@ -1,8 +1,6 @@
 """The planner's rules against Megatron's own parser, configuration, split of layers,
 and interleaved schedule."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os

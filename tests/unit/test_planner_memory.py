@@ -1,8 +1,6 @@
 """The planner's bytes: Korthikanti's formulas, Megatron's bytes a parameter, and what
 no stage may exceed."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import astuple, replace
 

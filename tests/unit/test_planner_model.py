@@ -1,8 +1,6 @@
 """The planner's models: their parameters are those of Megatron's own modules, their
 flags mean them, files are read."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

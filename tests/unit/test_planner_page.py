@@ -1,7 +1,5 @@
 """docs/planner.md and its recorded checks hold what the planner says today."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict

@@ -1,8 +1,6 @@
 """The planner's profile: its file, what it says between the measured sizes, and one
 real measurement on the CPU."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """Pictures and traces of plans: the artists' numbers are those of the estimates and of
 the simulator."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,8 +1,6 @@
 """The search against full enumerations that share nothing with it but the rules, the
 memory and the times of a plan."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The intervals of a plan's first run, and what the planner says about the run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

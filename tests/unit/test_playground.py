@@ -1,8 +1,6 @@
 """The JSON of docs/playground: its figures are those of simulator and planner, and its
 causes explain all idle time."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

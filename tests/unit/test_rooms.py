@@ -5,8 +5,6 @@ Each number of TOKENS may only shrink: a change that needs more tokens in a room
 them from another one.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -1,8 +1,6 @@
 """The six schedules as data: their lists, their limits, and the validator that holds
 them to both."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

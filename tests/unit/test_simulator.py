@@ -1,8 +1,6 @@
 """Simulated times against closed forms; the lists are those that the runtime
 executes."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

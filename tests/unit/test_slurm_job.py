@@ -1,8 +1,6 @@
 """The room slurm without Slurm: what an ended start is called, the status file, the
 flags, the batch shell's faults."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """Timelines as text against grids written by hand: forward 1, backward 2, where nothing
 else is said."""
 
-from __future__ import annotations
-
 import re
 
 from megatron_2bw.schedules import SCHEDULES, Shape

@@ -1,7 +1,5 @@
 """Records of actions, their files, and what becomes of them."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from types import SimpleNamespace

@@ -7,8 +7,6 @@ same seed and learning rate differ only in the variant's flags and the folder of
 checkpoints.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

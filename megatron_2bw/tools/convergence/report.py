@@ -9,8 +9,6 @@ gap                     that loss above vanilla's with the same seed, in percent
                         vanilla's
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import operator

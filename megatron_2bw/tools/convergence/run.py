@@ -16,8 +16,6 @@ Invariant: result.json in a run's folder is of a run that ended normally, with t
 command in its log; no run is compared with one of another command.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

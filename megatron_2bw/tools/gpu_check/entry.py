@@ -1,8 +1,6 @@
 """A training run in this process, watched from outside: for tests, benchmarks and
 checks of GPUs."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence

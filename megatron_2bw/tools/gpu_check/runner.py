@@ -4,8 +4,6 @@ prints it.
 Invariant: one row that fails or hangs does not stop the others.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import time

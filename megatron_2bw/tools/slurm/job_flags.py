@@ -8,8 +8,6 @@ with one line and status 2.
     --processes 8 --precision bf16
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

@@ -8,8 +8,6 @@ failed.
     says of dead jobs
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

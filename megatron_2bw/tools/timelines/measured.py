@@ -5,8 +5,6 @@ Invariant: the simulated lists are those that the run executed. Only durations d
 they are each stage's medians.
 """
 
-from __future__ import annotations
-
 import statistics
 from itertools import pairwise
 from typing import Any, NamedTuple

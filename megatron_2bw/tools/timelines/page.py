@@ -5,8 +5,6 @@ Invariant: the sources stay as they are. A module becomes a data: URL of the pag
 import map, because a browser does not load modules from files.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -1,8 +1,6 @@
 """Draws events of a schedule like the paper's figures: a row per stage, time to the
 right."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from pathlib import Path

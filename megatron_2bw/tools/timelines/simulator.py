@@ -7,8 +7,6 @@ message per direction at a time; a step of all stages starts when all have reduc
 gradients.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 import itertools

@@ -6,8 +6,6 @@ b's. Each ends in a space. A dot is time in which the stage waits, | a weight up
 stages hold several model chunks, a capital letter names the chunk.
 """
 
-from __future__ import annotations
-
 from math import ceil
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ before.
 `merge` joins the files that the ranks have written (trace_file.py) and draws them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

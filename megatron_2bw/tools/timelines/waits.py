@@ -5,8 +5,6 @@ Invariant: nothing is simulated again. Each cause is read from the events that
 `simulate` returned, or a run recorded.
 """
 
-from __future__ import annotations
-
 import collections
 import math
 from typing import Any, NamedTuple
