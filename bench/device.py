@@ -55,7 +55,7 @@ def command(model: Model, plan: Plan, iterations: int = 5) -> list[str]:
     text = f"""--device auto --bf16 --vocab-size 50256 --make-vocab-size-divisible-by 128 --log-interval 1
         --micro-batch-size {plan.microbatch} --global-batch-size {plan.global_batch} --train-iters {iterations}
         --no-check-for-nan-in-loss-and-grad"""
-    if plan.extrapolate:
+    if plan.corrected:
         text += (
             " --two-bw-correction auto --two-bw-sync-iterations 0 --lr-warmup-iters 1"
         )
@@ -112,7 +112,7 @@ def described(plan: Plan) -> str:
     words = [plan.name]
     if plan.recompute == "full":
         words.append("recompute")
-    if plan.extrapolate:
+    if plan.corrected:
         words.append("correction")
     if plan.grad_reduce_in_bf16:
         words.append("16-bit gradients")

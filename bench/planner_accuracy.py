@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench import planner_published as published
 from bench.planner_checks import Check, check, table
 from bench.tables import new_parser, write_result
-from megatron_2bw.base.errors import names_of
+from megatron_2bw.base.errors import list_of
 from megatron_2bw.tools.planner.cost.simulated import Cost
 from megatron_2bw.tools.planner.descriptions import cluster, model
 from megatron_2bw.tools.planner.descriptions.plan import Plan
@@ -60,7 +60,7 @@ def search_time() -> list[Check]:
 
 def search_row(shape: model.Model, servers: cluster.Cluster, batch: int) -> dict:
     begun = time.process_time()
-    space = Space(batch, extrapolate=True)
+    space = Space(batch, corrected=True)
     search = Search(Cost(shape, servers, precision_of(servers)), space)
     plans, ties = advice.ranked(search, 8)
     seconds = time.process_time() - begun
@@ -110,7 +110,7 @@ def main() -> int:
     parser = new_parser(__doc__, "planner_accuracy")
     every = list(SECTIONS)
     parser.add_argument(
-        "--sections", type=names_of(every), default=every, metavar="NAME,..."
+        "--sections", type=list_of(every), default=every, metavar="NAME,..."
     )
     options = parser.parse_args()
     checks = []

@@ -33,7 +33,7 @@ from megatron_2bw.tools.planner.descriptions.cluster import Cluster
 from megatron_2bw.tools.planner.descriptions.model import Model
 from megatron_2bw.tools.planner.descriptions.plan import Plan
 from megatron_2bw.tools.planner.measure.calibrate import calibrate, predict
-from megatron_2bw.tools.planner.measure.runs import Run, read_runs
+from megatron_2bw.tools.planner.measure.runs import MeasuredRun, read_runs
 
 # Flash attention with dropout in Megatron's deterministic mode, in times of the same
 # without both.
@@ -57,7 +57,7 @@ def vtrain() -> list[Check]:
     return [check("vtrain", rank >= 0.9 and regret <= 0.05, result, rows)]
 
 
-def _vtrain_row(runs: list[Run], seed: int) -> Row:
+def _vtrain_row(runs: list[MeasuredRun], seed: int) -> Row:
     chosen = sorted(random.Random(seed).sample(range(len(runs)), 20))
     preset = cluster.PRESETS["dgx-a100-40"]
     fitted = calibrate(preset, [runs[index] for index in chosen])
@@ -80,11 +80,11 @@ def _vtrain_row(runs: list[Run], seed: int) -> Row:
     }
 
 
-def _seconds(runs: list[Run]) -> np.ndarray:
+def _seconds(runs: list[MeasuredRun]) -> np.ndarray:
     return np.array(list(map(attrgetter("seconds"), runs)))
 
 
-def _problems(runs: list[Run]) -> list[list[int]]:
+def _problems(runs: list[MeasuredRun]) -> list[list[int]]:
     """The places of the runs of each problem that has more than two."""
     problems: dict[tuple, list[int]] = defaultdict(list)
     for index, run in enumerate(runs):
@@ -338,7 +338,7 @@ def b200() -> list[Check]:
     ]
 
 
-def _b200_rows(runs: list[Run], server: Cluster) -> list[Row]:
+def _b200_rows(runs: list[MeasuredRun], server: Cluster) -> list[Row]:
     rows = []
     for run, seconds in zip(runs, predict(server, runs)):
         plan = run.plan

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.emulated import PEERS, iteration_seconds, train, train_with_torch
 from bench.tables import Row, bar_chart, new_parser, write_result
 from megatron_2bw.base.argv import merged
-from megatron_2bw.base.errors import names_of, words
+from megatron_2bw.base.errors import comma_separated, list_of
 from megatron_2bw.base.local_ranks import run_world
 from megatron_2bw.tools.gpu_check.entry import gpt_flags, nothing
 from megatron_2bw.tools.planner.descriptions.inputs import numbers
@@ -47,14 +47,14 @@ def options() -> Namespace:
     option = parser.add_argument
     option("--stages", type=numbers, default=[8])
     meaning = "numbers, or multiples of the stages: 1x,2x"
-    option("--microbatches", type=words, default=["1x"], help=meaning)
+    option("--microbatches", type=comma_separated, default=["1x"], help=meaning)
     option("--width", type=int, default=1, help="data-parallel pipelines")
     option("--real", action="store_true", help="compute, do not sleep")
     option("--forward-ms", type=float, default=100)
     option("--backward-ms", type=float, default=200)
     meaning = "of the optimizer: a row for each, and for 0"
     option("--step-ms", type=numbers, default=[], help=meaning)
-    known = names_of(ALL)
+    known = list_of(ALL)
     option("--schedules", type=known, help="default: all")
     option("--iterations", type=int, default=9)
     option("--flags", default="", help="of Megatron, by ;: a row for each set")

@@ -37,7 +37,7 @@ from bench.emulated import train
 from bench.servers import ADDRESSES, INTERFACE, Servers, sent_bytes
 from bench.tables import Row, new_parser, write_result
 from megatron_2bw.base import run_log
-from megatron_2bw.base.errors import names_of, run_program, words
+from megatron_2bw.base.errors import comma_separated, list_of, run_program
 from megatron_2bw.base.files import new_figure
 from megatron_2bw.base.local_ranks import own_output, run_world
 from megatron_2bw.base.processes import exit_on_signals
@@ -104,7 +104,7 @@ class Link:
 
 
 def floats(text: str) -> tuple[float, ...]:
-    return tuple(map(float, words(text)))
+    return tuple(map(float, comma_separated(text)))
 
 
 def options() -> Namespace:
@@ -114,7 +114,7 @@ def options() -> Namespace:
     rates = (1000, 200, 50)
     option("--rates", type=floats, default=rates, metavar="MBIT,...", help=meaning)
     every = list(VARIANTS)
-    option("--variants", type=names_of(every), default=every, metavar="NAME,...")
+    option("--variants", type=list_of(every), default=every, metavar="NAME,...")
     for name, size in SIZES.items():
         option(f"--{name.replace('_', '-')}", type=int, default=size)
     option("--iterations", type=int, default=3, help="measured at each rate")

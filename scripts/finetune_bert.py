@@ -34,7 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megatron_2bw.base.errors import UserError, run_program, words
+from megatron_2bw.base.errors import UserError, comma_separated, run_program
 from megatron_2bw.base.files import write_json
 from megatron_2bw.run.start.torchrun import ROOT
 from megatron_2bw.tools.data.corpus import DEFAULT_MAX_BYTES, read_library
@@ -306,7 +306,7 @@ def parse(argv: list[str]) -> Namespace:
     meaning = "of the Hub, or a folder of SPLIT.jsonl (default: the task's)"
     option("--dataset", help=meaning)
     option("--out", type=Path, help="default: out/finetune/TASK-MODEL")
-    option("--seeds", type=words, default=("1",), help="default: 1")
+    option("--seeds", type=comma_separated, default=("1",), help="default: 1")
     meaning = "examples of an update, of all processes (default: the task's)"
     option("--batch", type=int, help=meaning)
     spec = TASKS[parser.parse_known_args(argv)[0].task]

@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.tables import markdown, table
-from megatron_2bw.base.errors import Parser, UserError, names_of, run_program
+from megatron_2bw.base.errors import Parser, UserError, list_of, run_program
 from megatron_2bw.base.files import write_csv, write_whole
 from megatron_2bw.run.start.torchrun import ROOT
 from megatron_2bw.schedules import SCHEDULES, Shape
@@ -228,7 +228,7 @@ def parse(words: Sequence[str]) -> Namespace:
     )
     option = parser.add_argument
     meaning = f"of {', '.join(NAMES)} (all)"
-    option("--figure", type=names_of(NAMES), default=NAMES, help=meaning)
+    option("--figure", type=list_of(NAMES), default=NAMES, help=meaning)
     option("--out", type=Path, default=ROOT / "out" / "paper")
     meaning = "take the recorded results of the benchmarks"
     option("--skip-measurements", action="store_true", help=meaning)

@@ -158,7 +158,7 @@ def cost_of(
 
 
 @dataclass(frozen=True)
-class Run:
+class PaperRun:
     """One job."""
 
     panel: Panel
@@ -246,7 +246,7 @@ def grid(
     systems: Sequence[str] = tuple(SYSTEMS),
     microbatches: Sequence[int] = (),
     reading: Reading = FIRST,
-) -> list[Run]:
+) -> list[PaperRun]:
     """All runs that are legal. microbatches: instead of the panels' own."""
     runs = []
     for panel in panels:
@@ -255,7 +255,7 @@ def grid(
         for batch, system, size, recompute in itertools.product(
             panel.batches, chosen, sizes, panel.recompute
         ):
-            run = Run(panel, system, batch, size, recompute, reading)
+            run = PaperRun(panel, system, batch, size, recompute, reading)
             if run.plan is not None:
                 runs.append(run)
     return runs

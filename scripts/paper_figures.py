@@ -17,9 +17,9 @@ from scripts.paper_data import (
     FIRST,
     PAPER,
     Panel,
+    PaperRun,
     Reading,
     Row,
-    Run,
     cost_of,
     grid,
 )
@@ -107,7 +107,7 @@ def points(
     return list(fastest.values())
 
 
-def _point(run: Run, panel: str, series: str, x: Any, y: str) -> Point:
+def _point(run: PaperRun, panel: str, series: str, x: Any, y: str) -> Point:
     own = run.panel
     gib = run.cost.memory.heaviest(run.plan) / GIB
     room = run.cost.allowed(run.plan) / GIB

@@ -28,7 +28,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import tables
 from megatron_2bw.base.argv import split_flags
-from megatron_2bw.base.errors import Parser, UserError, names_of, run_program, words
+from megatron_2bw.base.errors import (
+    Parser,
+    UserError,
+    comma_separated,
+    list_of,
+    run_program,
+)
 from megatron_2bw.base.files import write_json, write_whole
 from megatron_2bw.mcore.checkpoints.folder import TRACKER
 from megatron_2bw.run.start.torchrun import ROOT, torchrun
@@ -41,7 +47,7 @@ TASKS = (*PAPER["finetuning"], "wikitext")
 def models(text: str) -> list[tuple[str, Path]]:
     """LABEL=DIR,... or LABEL.N=DIR,... as (name, folder), for argparse."""
     pairs = []
-    for word in words(text):
+    for word in comma_separated(text):
         name, _, folder = word.partition("=")
         if not folder:
             raise argparse.ArgumentTypeError(f"{name}: give LABEL=DIR")
@@ -193,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     option = parser.add_argument
     option("--models", type=models, default=[], help="BERTs: LABEL=DIR,...")
     option("--gpt", type=models, default=[], help="GPTs, for the perplexity")
-    tasks = names_of(TASKS[:-1])
+    tasks = list_of(TASKS[:-1])
     two = ("mnli", "race")
     option("--tasks", type=tasks, default=two, help="of mnli,race,choice,order")
     meaning = 'JSON lines with "page", instead of the Hub\'s'

@@ -20,7 +20,7 @@ from megatron_2bw.schedules import (
     ScheduleError,
     Shape,
     check_actions,
-    parse,
+    parse_actions,
     validate,
 )
 from megatron_2bw.tools.planner.cost.memory import BYTES, Memory
@@ -357,7 +357,7 @@ def check(given: Parameters, lists: list[str]) -> Answer:
         raise UserError("the validator does not cover schedules with model chunks")
     if len(lists) != given.stages or not all(map(str.strip, lists)):
         raise UserError(f"lists: give {given.stages}, one per stage")
-    actions = [parse(text) for text in lists]
+    actions = [parse_actions(text) for text in lists]
     try:
         check_actions(actions, schedule, given.shape)
     except ScheduleError as error:

@@ -22,7 +22,7 @@ class UserError(RuntimeError):
         self.reported_elsewhere = reported_elsewhere
 
 
-def report(prog: str, error: object, remedy: str = "") -> None:
+def report_error(prog: str, error: object, remedy: str = "") -> None:
     """Print "prog: error: line; remedy" on standard error. The line of a file's OSError
     is "file: reason"."""
     sys.stdout.flush()
@@ -44,7 +44,7 @@ def one_line(text: object) -> str:
 
 def usage_error(prog: str, line: object) -> NoReturn:
     """Report the line and exit with status 2, as argparse does."""
-    report(prog, line)
+    report_error(prog, line)
     sys.exit(2)
 
 
@@ -57,9 +57,9 @@ def run_program(prog: str, work: Callable[[], int | None], remedy: str = "") -> 
     try:
         return work() or 0
     except UserError as error:
-        report(prog, error)
+        report_error(prog, error)
     except OSError as error:
-        report(prog, error, remedy)
+        report_error(prog, error, remedy)
     except KeyboardInterrupt:
         line = f"{prog}: stopped"
         if remedy:
@@ -86,19 +86,19 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f" (did you mean {similar[0]}?)" if similar else ""
 
 
-def words(text: str) -> tuple[str, ...]:
+def comma_separated(text: str) -> tuple[str, ...]:
     """A comma-separated list, for argparse."""
     return tuple(word.strip() for word in text.split(","))
 
 
-def names_of(
+def list_of(
     known: Collection, read: Callable[[str], Any] = str
 ) -> Callable[[str], tuple]:
     """A comma-separated list of known names or numbers, each as `read` reads it, for
     argparse."""
 
     def parse(text: str) -> tuple:
-        names = tuple(map(read, words(text)))
+        names = tuple(map(read, comma_separated(text)))
         for name in names:
             if name not in known:
                 raise argparse.ArgumentTypeError(
@@ -109,7 +109,7 @@ def names_of(
     return parse
 
 
-def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
+def whole_number(least: int, most: float = math.inf) -> Callable[[str], int]:
     """A parser of a flag's value: a whole number from `least` to `most`."""
     bounds = f"of {least} or more" if most == math.inf else f"from {least} to {most}"
 

@@ -9,7 +9,7 @@ from megatron_2bw.schedules.base import (
     F,
     Schedule,
     Shape,
-    parse,
+    parse_actions,
 )
 from megatron_2bw.schedules.flush import GPipe, NoPipelining, PipeDreamFlush
 from megatron_2bw.schedules.pipedream import PipeDream

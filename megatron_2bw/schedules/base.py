@@ -1,7 +1,7 @@
 """An action of a pipeline stage, its text form, and the two orders of actions that all
 schedules are built from. Pure Python.
 
-Invariant: `parse(str(action)) == action`.
+Invariant: `parse_actions(str(action)) == [action]`.
 """
 
 import re
@@ -46,7 +46,7 @@ class Action(NamedTuple):
         )
 
 
-def parse(text: str) -> list[Action]:
+def parse_actions(text: str) -> list[Action]:
     """The actions written in `text`, such as "F0@0 F1@0 B0@0"; the inverse of joining
     str(action) by spaces.
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.base.errors import Parser, whole
+from megatron_2bw.base.errors import Parser, whole_number
 from megatron_2bw.base.files import read_yaml
 
 TYPES = {
     "path": Path,
-    "number": whole(0),
-    "number above 0": whole(1),
+    "number": whole_number(0),
+    "number above 0": whole_number(1),
     "float": float,
 }
 Types = Mapping[str, Callable[[str], Any]]

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from megatron_2bw.base import run_log
-from megatron_2bw.base.errors import Parser, file_errors, run_program, whole
+from megatron_2bw.base.errors import Parser, file_errors, run_program, whole_number
 from megatron_2bw.base.files import new_figure, write_figure
 from megatron_2bw.run.flags.plain_torch import PLAIN_TORCH
 from megatron_2bw.run.start.torchrun import log_interval, run_ranks, torchrun
@@ -101,7 +101,7 @@ def draw(
     write_figure(path, figure)
 
 
-def run(options: argparse.Namespace, prog: str) -> int:
+def run_demo(options: argparse.Namespace, prog: str) -> int:
     """The whole demo; its status. Raises UserError."""
     out = options.out
     device = pick_device()
@@ -148,10 +148,10 @@ def main(argv: list[str] | None = None, prog: str = "megatron-2bw demo") -> int:
         "--schedule", choices=SCHEDULE_NAMES, default="2bw", help="default: %(default)s"
     )
     parser.add_argument(
-        "--iterations", type=whole(1), default=250, help="default: %(default)s"
+        "--iterations", type=whole_number(1), default=250, help="default: %(default)s"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("out/demo"), help="folder, default: out/demo"
     )
     options = parser.parse_args(argv)
-    return run_program(prog, lambda: run(options, prog))
+    return run_program(prog, lambda: run_demo(options, prog))

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.tables import table
 from megatron_2bw.base import run_log
 from megatron_2bw.base.argv import split_flags
-from megatron_2bw.base.errors import Parser, UserError, names_of, run_program
+from megatron_2bw.base.errors import Parser, UserError, list_of, run_program
 from megatron_2bw.base.files import set_aside, write_csv, write_json
 from megatron_2bw.run.start.torchrun import ROOT
 from megatron_2bw.tools.planner.descriptions import cluster
@@ -38,7 +38,7 @@ from megatron_2bw.tools.planner.descriptions.cluster_file import named_cluster
 from megatron_2bw.tools.planner.descriptions.inputs import numbers
 from megatron_2bw.tools.planner.descriptions.model import PRESETS
 from megatron_2bw.tools.slurm import status
-from scripts.paper_data import FIRST, PAPER, SYSTEMS, Panel, Row, Run, grid, panels
+from scripts.paper_data import FIRST, PAPER, SYSTEMS, Panel, PaperRun, Row, grid, panels
 
 COLUMNS = """
     figure model system schedule servers gpus tensor depth width microbatch recompute round batch status reason
@@ -73,7 +73,7 @@ def on_cluster(own: Sequence[Panel], name: str) -> list[Panel]:
 
 
 def sbatch(
-    run: Run, folder: Path, options: Namespace
+    run: PaperRun, folder: Path, options: Namespace
 ) -> tuple[dict[str, str], list[str]]:
     """(variables, command) of a job: short, without checkpoints, ended by its first
     error; or a whole training."""
@@ -141,7 +141,7 @@ def submit(options: Namespace) -> None:
     print(f"submitted {len(runs)} runs; {again}")
 
 
-def _submit(run: Run, options: Namespace) -> str:
+def _submit(run: PaperRun, options: Namespace) -> str:
     """The job's number. Raises UserError."""
     folder = options.out / run.name
     variables, command = sbatch(run, folder, options)
@@ -167,20 +167,20 @@ def _state(folder: Path) -> Row:
     return status.read(folder / "status.json")
 
 
-def stored(out: Path) -> list[tuple[Run, str, Path]]:
+def stored(out: Path) -> list[tuple[PaperRun, str, Path]]:
     """(run, job, folder) of all submitted runs, without earlier tries."""
     runs = []
     for path in sorted(out.glob("*/run.json")):
         content = json.loads(path.read_text())
         fields = content["run"]
         fields |= {"panel": Panel.of(fields["panel"]), "reading": FIRST}
-        run = Run(**fields)
+        run = PaperRun(**fields)
         if run.name == path.parent.name:
             runs.append((run, str(content["job"]), path.parent))
     return runs
 
 
-def _refresh(out: Path) -> list[tuple[Run, str, Path]]:
+def _refresh(out: Path) -> list[tuple[PaperRun, str, Path]]:
     """`stored`, after the status files of dead jobs are corrected."""
     runs = stored(out)
     for _, job, folder in runs:
@@ -306,7 +306,7 @@ def _add_submit_flags(command: argparse.ArgumentParser) -> None:
         help="GPUs for a copy of the model: stages or tensor ranks",
     )
     option("--batch-sizes", type=numbers, help="also instead of the figure's")
-    known = names_of(systems)
+    known = list_of(systems)
     option("--systems", type=known, default=systems, help=", ".join(systems))
     meaning = "the fastest counts (default: the figure's, or 1,2,4,8)"
     option("--micro-batch-size", type=numbers, default=(), help=meaning)

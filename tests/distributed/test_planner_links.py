@@ -52,7 +52,7 @@ def profile(rank: int, path: str) -> tuple[int, str]:
         ["--json", path, "--device", "cpu", "--microbatches", "1", "--repeats", "1"]
     )
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        blocks.run(options, Model("tiny", 1, 32, 2, vocab=100, sequence=16))
+        blocks.measure_blocks(options, Model("tiny", 1, 32, 2, vocab=100, sequence=16))
     return len(measured), printed.getvalue()
 
 

@@ -230,7 +230,7 @@ def test_the_planners_job_trains_and_scancel_does_not_queue_it_again(slurm, tmp_
     host = preset("p3.16xlarge", 2)
     host = replace(host, gpus_per_server=1, device=replace(host.device, name="cpu"))
     cost = Cost(Model("tiny", 4, 32, 4, vocab=127, sequence=16), host, "fp32")
-    estimate = cost.estimate(Plan(1, 2, 1, 2, 4, extrapolate=True))
+    estimate = cost.estimate(Plan(1, 2, 1, 2, 4, corrected=True))
     script = tmp_path / "job.sbatch"
     script.write_text(sbatch_script(cost, estimate, "tiny"))
     preamble = tmp_path / "preamble.sh"

@@ -8,12 +8,7 @@ import sys
 
 import pytest
 from filelock import FileLock
-
-from megatron_2bw.base.errors import UserError
-from megatron_2bw.tools.convergence import options as convergence_options
-from megatron_2bw.tools.convergence import run as convergence
-from megatron_2bw.tools.convergence.options import Run, command, grid, parse
-from megatron_2bw.tools.convergence.report import (
+from megatron_2bw.tools.convergence.write_results import (
     STARTED,
     markdown,
     outcome,
@@ -21,6 +16,11 @@ from megatron_2bw.tools.convergence.report import (
     summarize,
     too_large,
 )
+
+from megatron_2bw.base.errors import UserError
+from megatron_2bw.tools.convergence import options as convergence_options
+from megatron_2bw.tools.convergence import run as convergence
+from megatron_2bw.tools.convergence.options import Run, command, grid, parse_options
 
 
 def line(end: int, loss: str = "5.0E+00", skipped: int = 0) -> str:
@@ -176,7 +176,7 @@ def test_a_gap_of_a_run_that_diverged_is_too_large(vanilla, ours):
 
 
 def runs_of(text: str) -> list[Run]:
-    return grid(parse(shlex.split(text)), ["--data-path", "corpus"])
+    return grid(parse_options(shlex.split(text)), ["--data-path", "corpus"])
 
 
 def test_all_runs_of_a_comparison_differ_in_the_variant_alone():

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from megatron_2bw.base.errors import UserError, report
+from megatron_2bw.base.errors import UserError, report_error
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from megatron_2bw.base.errors import UserError, report
     ],
 )
 def test_an_error_is_one_line(error, line, capsys):
-    report("prog.py", error)
+    report_error("prog.py", error)
     assert capsys.readouterr() == ("", f"prog.py: error: {line}\n")
 
 

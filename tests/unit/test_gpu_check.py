@@ -18,7 +18,7 @@ def row(run, name="one", seconds=5.0, needs=()) -> Row:
 
 
 def go(path, *each: Row) -> tuple[int, dict]:
-    status = runner.run(each, "cpu", path)
+    status = runner.run_rows(each, "cpu", path)
     return status, json.loads(path.read_text())["rows"]
 
 

@@ -21,7 +21,7 @@ from megatron_2bw.tools.planner.measure.calibrate import (
 )
 from megatron_2bw.tools.planner.measure.runs import (
     COLUMNS,
-    Run,
+    MeasuredRun,
     read,
     read_log,
     read_runs,
@@ -49,10 +49,10 @@ SHAPES = [
 
 def runs_on(
     cluster: clusters.Cluster, shapes=SHAPES, models=(SMALL, LARGE)
-) -> list[Run]:
+) -> list[MeasuredRun]:
     """What `cluster` takes for runs of the models in turn."""
     runs = [
-        Run(models[i % len(models)], Plan(*shape), 1.0)
+        MeasuredRun(models[i % len(models)], Plan(*shape), 1.0)
         for i, shape in enumerate(shapes)
     ]
     return [
@@ -77,7 +77,7 @@ def changed(cluster: clusters.Cluster, **constants: float) -> clusters.Cluster:
     return cluster
 
 
-def errors(cluster: clusters.Cluster, runs: list[Run]) -> list[float]:
+def errors(cluster: clusters.Cluster, runs: list[MeasuredRun]) -> list[float]:
     return [
         abs(seconds / run.seconds - 1)
         for seconds, run in zip(predict(cluster, runs), runs)
@@ -235,8 +235,10 @@ def test_rows_are_read(tmp_path):
     )
     runs = [
         # an empty cell is the default
-        Run(Model("run", **SHAPE), Plan(1, 2, 2, 2, 8, schedule="megatron"), 0.5),
-        Run(
+        MeasuredRun(
+            Model("run", **SHAPE), Plan(1, 2, 2, 2, 8, schedule="megatron"), 0.5
+        ),
+        MeasuredRun(
             Model("run", **SHAPE, vocab=1000, ffn=2048, groups=4, gated=True),
             plan,
             1.25,
@@ -262,7 +264,7 @@ def test_a_row_holds_any_plan(tmp_path):
         first=2,
         last=4,
         extra_warmup="1 0 2",
-        extrapolate=1,
+        corrected=1,
         recompute_layers=2,
         memory_gib=1.5,
         tied=0,
@@ -277,7 +279,7 @@ def test_a_row_holds_any_plan(tmp_path):
     choices = dict(
         gradient_slots=1,
         distributed_optimizer=True,
-        extrapolate=True,
+        corrected=True,
         recompute_layers=2,
     )
     assert run.plan == Plan(1, 4, 2, 2, 8, "full", **ends, **choices)
@@ -366,7 +368,7 @@ def test_the_log_of_a_run_is_a_run(tmp_path):
         last=4,
         extra_warmup=(1, 0, 2),
     )
-    assert run.plan == Plan(1, 4, 2, 2, 8, extrapolate=True, **choices)
+    assert run.plan == Plan(1, 4, 2, 2, 8, corrected=True, **choices)
     assert (run.seconds, run.precision, run.flash, run.memory) == (
         0.505,
         "bf16",

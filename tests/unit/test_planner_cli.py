@@ -170,7 +170,7 @@ def test_a_plan_is_printed_and_files_that_are_asked_for_appear(call, tmp_path):
         ("--no-distributed-optimizer", dict(distributed_optimizer={False})),
         (
             "--schedules 2bw --no-extrapolate --gradient-slots 1",
-            dict(extrapolate={False}, gradient_slots={1}),
+            dict(corrected={False}, gradient_slots={1}),
         ),
         ("--max-global-batch-size 8 --micro-batch-size 1", dict(global_batch={8})),
     ],

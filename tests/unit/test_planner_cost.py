@@ -14,11 +14,11 @@ from megatron_2bw.tools.planner.cost.communication import (
     Group,
     all_reduce,
     all_to_all,
-    half,
     layout,
     message,
+    scatter_or_gather,
 )
-from megatron_2bw.tools.planner.cost.compute import FILL, Compute, Work
+from megatron_2bw.tools.planner.cost.compute import FILL, Compute, MicrobatchTime
 from megatron_2bw.tools.planner.cost.memory import LINK, PAIR
 from megatron_2bw.tools.planner.cost.simulated import Cost
 from megatron_2bw.tools.planner.descriptions.cluster import Cluster, Device, Link
@@ -158,12 +158,14 @@ def test_all_reduces_by_hand():
 def test_all_gathers_by_hand():
     # They have half of the bytes; of the 15 steps of a ring one is between the servers.
     ring = (14 * 10 + 50 + START) * 1e-6
-    assert half(CLUSTER, Group(16, 2, 1), 8e9) == approx(7.5 / 25 + ring, rel=1e-9)
+    assert scatter_or_gather(CLUSTER, Group(16, 2, 1), 8e9) == approx(
+        7.5 / 25 + ring, rel=1e-9
+    )
     # over 16 servers or more; geometric before
     shared = replace(CLUSTER, between=Link(25, 0, many_gb_s=6.4))
     for servers, rate in ((2, 25), (4, 15.874), (16, 6.4), (64, 6.4)):
         seconds = (servers - 1) / servers * 8 / rate
-        assert half(shared, Group(servers, servers, 1), 8e9) == approx(
+        assert scatter_or_gather(shared, Group(servers, servers, 1), 8e9) == approx(
             seconds, rel=1e-4
         )
 
@@ -177,7 +179,9 @@ def test_megatron_overlaps_all_buckets_but_one():
         cost = Cost(model, replace(CLUSTER, servers=width // 8))
         plan = Plan(1, 1, width, 1, 1, schedule="megatron", distributed_optimizer=True)
         own = cost._step(plan).reduce[0]
-        whole = own + (buckets - 1) * half(CLUSTER, cost.compute.layout(plan).data, 0)
+        whole = own + (buckets - 1) * scatter_or_gather(
+            CLUSTER, cost.compute.layout(plan).data, 0
+        )
         for hidden, shown in (
             (1e9, whole / buckets),
             (whole / 9, whole - whole / 9 * (buckets - 1) / buckets),
@@ -227,7 +231,7 @@ def compute(model: Model = GPT, precision="bf16", flash=True, **cluster) -> Comp
 
 def layer(
     device: Device = DEVICE, precision="bf16", flash=True, model: Model = GPT, **plan
-) -> Work:
+) -> MicrobatchTime:
     there = compute(model, precision, flash, device=device)
     return there.layer(replace(PLAN, **plan))
 
@@ -289,7 +293,9 @@ def test_tensor_parallelism_divides_a_layer_and_adds_two_all_reduces_a_pass():
     seconds = ARITHMETIC / 4e12 + traffic / 1e11 + (idle + filled) / 1e12 + pair
     assert quarter.forward == approx(seconds, rel=1e-12)
     parted = layer(**QUARTER, sequence_parallel=True)
-    assert parted.tensor == approx(8 * half(CLUSTER, Group(4, 1, 1), HIDDEN))
+    assert parted.tensor == approx(
+        8 * scatter_or_gather(CLUSTER, Group(4, 1, 1), HIDDEN)
+    )
 
 
 def test_experts_by_hand():
@@ -428,7 +434,7 @@ def test_the_distributed_optimizer_halves_the_reduction_and_gathers():
     halves = [(seconds + START * 1e-6) / 2 for seconds in whole.reduce]
     assert sharded.reduce == approx(halves)
     most = max(cost.memory.parameters(PLAN, stage, 2) for stage in range(4))
-    gather = half(CLUSTER, Group(4, 1, 1), 2 * most)
+    gather = scatter_or_gather(CLUSTER, Group(4, 1, 1), 2 * most)
     assert sharded.step - whole.step == approx(gather)
     share = (28 / 4 + 6) / 34
     assert sharded.overlap_cost[1] == approx(share * whole.overlap_cost[1])
@@ -460,8 +466,8 @@ def test_a_plan_has_the_late_microbatches_that_hide_its_step(host, width):
     cost = Cost(
         GPT, replace(CLUSTER, between=Link(2, 50), device=replace(DEVICE, tflops=40.0))
     )
-    plan = Plan(1, 4, width, 1, 64, extrapolate=True, host=host)
-    alone = cost.seconds(plan.changed(extrapolate=False))
+    plan = Plan(1, 4, width, 1, 64, corrected=True, host=host)
+    alone = cost.seconds(plan.changed(corrected=False))
     late = cost.late(plan)
     assert cost.seconds(plan.changed(late=late)) == approx(alone, rel=1e-9)
     assert (late > 0) == (host or width > 1) == (cost.seconds(plan) > 1.01 * alone)

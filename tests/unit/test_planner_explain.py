@@ -64,7 +64,7 @@ def tight() -> Result:
 @pytest.fixture(scope="module")
 def apart() -> Result:
     """Two servers: every column of the table has more than one value."""
-    return searched(GPT, clusters.preset("p3.16xlarge", 2), 70, 12, extrapolate=True)
+    return searched(GPT, clusters.preset("p3.16xlarge", 2), 70, 12, corrected=True)
 
 
 @pytest.fixture(params=["small", "tight", "apart"])
@@ -173,7 +173,7 @@ def test_the_first_lines_are_the_plan_and_what_2bw_gains_and_costs(result):
     exact = dict(
         schedule="pipedream-flush",
         gradient_slots=2,
-        extrapolate=False,
+        corrected=False,
         extra_warmup=(),
     )
     pairs = zip(found[0].memory, result.cost.estimate(plan.changed(**exact)).memory)
@@ -189,7 +189,7 @@ def test_the_first_lines_are_the_plan_and_what_2bw_gains_and_costs(result):
         f"copy of the weights ({(stage.optimizer - without.optimizer) / GIB:.2f} "
         "GiB), and a delay"
     )
-    assert (copy in text) == plan.extrapolate
+    assert (copy in text) == plan.corrected
 
 
 def test_the_rivals_are_the_best_of_every_other_schedule(result):

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 GPT = PRESETS["gpt-355m"]
 P3 = clusters.preset("p3.16xlarge", 1)
 H100 = clusters.preset("dgx-h100", 2)
-LINE = Plan(1, 4, 2, 4, 8, extrapolate=True)
+LINE = Plan(1, 4, 2, 4, 8, corrected=True)
 SQUARE = Plan(
     2,
     4,
@@ -45,7 +45,7 @@ STUB = '#!/bin/bash\nprintf "%s\\n" "$0" "$@" > words\n'
 CASES = [
     pytest.param(LINE, GPT, P3, "fp16", id="gpt"),
     pytest.param(
-        replace(LINE, schedule="megatron", virtual=3, extrapolate=False),
+        replace(LINE, schedule="megatron", virtual=3, corrected=False),
         GPT,
         P3,
         "bf16",
@@ -139,7 +139,7 @@ def test_megatrons_parser_and_this_projects_checks_read_the_plan(
     saved = str(tmp_path / "checkpoints" / "job") if kind == "job.sbatch" else None
     assert args.save == args.load == saved
     assert args.exit_signal_handler == (kind == "job.sbatch")
-    assert args.two_bw_correction == ("auto" if plan.extrapolate else "none")
+    assert args.two_bw_correction == ("auto" if plan.corrected else "none")
 
 
 def options(words: list[str]):

@@ -197,7 +197,7 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
         "virtual_pipeline_model_parallel_size": plan.virtual
         if plan.virtual > 1
         else None,
-        "two_bw_correction": "auto" if plan.extrapolate else "none",
+        "two_bw_correction": "auto" if plan.corrected else "none",
         "two_bw_extra_warmup": extra[:1] if len(set(extra)) == 1 else extra,
         "two_bw_late_microbatches": None,
         "fp16": precision == "fp16",

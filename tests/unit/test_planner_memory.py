@@ -142,7 +142,7 @@ def test_the_correction_and_torchs_adam_take_four_bytes_a_parameter_each(distrib
             4 * apex.parameters(plan, stage, 4) / (plan.width if distributed else 1)
         )
         before, after = (
-            apex.stage(replace(plan, extrapolate=flag), stage, 4)
+            apex.stage(replace(plan, corrected=flag), stage, 4)
             for flag in (False, True)
         )
         assert after.optimizer - before.optimizer == more
@@ -330,4 +330,4 @@ def test_the_optimizer_in_host_memory():
         for stage, layers in enumerate(plan.layers_of(GPT))
     )
     assert max(memory.host_bytes(plan)) == largest * 18 / 4
-    assert max(memory.host_bytes(plan.changed(extrapolate=True))) == largest * 22 / 4
+    assert max(memory.host_bytes(plan.changed(corrected=True))) == largest * 22 / 4

@@ -68,7 +68,7 @@ def test_the_example_is_the_plan_of_today():
     )
     best = best_plan(
         cost,
-        Space(512, extrapolate=True),
+        Space(512, corrected=True),
         float(re.search(r"([\d.]+) samples/s", line)[1]),
     )
     sizes = f"{best.heaviest / GIB:.2f} GiB of {min(best.capacities) / GIB:.2f} allowed"

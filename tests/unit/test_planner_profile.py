@@ -101,7 +101,7 @@ def test_a_real_measurement(tmp_path, alone, capsys):
     path = tmp_path / "new" / "profile.json"
     words = ("--device", "cpu", "--microbatches", "64,1", "--repeats", "5")
     model = replace(MODEL, sequence=64, vocab=1000)
-    assert measure.run(options(path, *words), model) == 0
+    assert measure.measure_blocks(options(path, *words), model) == 0
     profile = Profile.load(path)
     assert profile.fits(model, "fp32") is None
     assert (profile.device, profile.vocab, profile.architecture, profile.threads) == (
@@ -140,11 +140,11 @@ def test_a_microbatch_that_exceeds_the_memory_is_omitted(
     monkeypatch.setattr(measure, "_passes", full)
     path = tmp_path / "p.json"
     words = ("--device", "cpu", "--repeats", "1", "--microbatches")
-    assert measure.run(options(path, *words, "1,2"), MODEL) == 0
+    assert measure.measure_blocks(options(path, *words, "1,2"), MODEL) == 0
     assert "layer, microbatch 2: does not fit the memory\n" in capsys.readouterr().out
     assert [point.microbatch for point in Profile.load(path).blocks] == [1]
     with pytest.raises(UserError, match="^--microbatches 2"):
-        measure.run(options(path, *words, "2"), MODEL)
+        measure.measure_blocks(options(path, *words, "2"), MODEL)
 
 
 @pytest.mark.parametrize(

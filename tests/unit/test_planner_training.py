@@ -10,7 +10,7 @@ from megatron_2bw.tools.planner.descriptions.plan import Plan
 from megatron_2bw.tools.planner.tell import training
 
 COST = Cost(model.preset("gpt-2.2b"), cluster.preset("dgx-a100-80", 2), "bf16")
-PLAN = Plan(1, 8, 2, 2, 16, extrapolate=True)
+PLAN = Plan(1, 8, 2, 2, 16, corrected=True)
 
 
 @pytest.mark.parametrize(
@@ -39,9 +39,9 @@ def test_intervals_follow_the_time_of_an_iteration(seconds, save, evaluate, log)
     "precision, changes, each",
     [
         ("bf16", {}, 2 + 4 + 8 + 2 + 2),
-        ("bf16", {"extrapolate": False}, 2 + 4 + 8 + 2),
+        ("bf16", {"corrected": False}, 2 + 4 + 8 + 2),
         ("fp32", {}, 4 + 8 + 4 + 4),
-        ("fp32", {"extrapolate": False, "schedule": "megatron"}, 4 + 8),
+        ("fp32", {"corrected": False, "schedule": "megatron"}, 4 + 8),
     ],
 )
 def test_the_bytes_of_a_checkpoint(precision, changes, each):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_2bw.run.flags.quick_check import mistake
 from megatron_2bw.schedules import SCHEDULES as EXECUTED
-from megatron_2bw.schedules import Shape, TwoBW, parse, schedule_of
+from megatron_2bw.schedules import Shape, TwoBW, parse_actions, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
 from megatron_2bw.tools.planner.cost.memory import Memory
 from megatron_2bw.tools.planner.descriptions.model import preset
@@ -56,7 +56,9 @@ def test_a_timeline_is_the_simulators(name):
     times = Times(forward, 2, transfer=messages, occupied=messages, reduce=1, step=2)
     events = simulate((EXECUTED | MORE)[name], Shape(4, 8, 0, 3), times)
     for stage, mine in enumerate(by_stage(events, 4)):
-        assert parse(found["actions"][stage]) == [event.action for event in mine]
+        assert parse_actions(found["actions"][stage]) == [
+            event.action for event in mine
+        ]
         assert found["starts"][stage] == [event.start for event in mine]
         assert found["ends"][stage] == [event.end for event in mine]
     assert found["makespan"] == makespan(events)

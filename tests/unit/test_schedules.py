@@ -16,7 +16,7 @@ from megatron_2bw.schedules import (
     Shape,
     TwoBW,
     check_actions,
-    parse,
+    parse_actions,
     schedule_of,
     validate,
 )
@@ -101,7 +101,7 @@ GOOD = ("F0@0 F1@0 B0@0 B1@0 R0@0 S0@1", "F0@0 B0@0 F1@0 B1@0 R0@0 S0@1")
 
 
 def check_flush(*rows: str) -> None:
-    check_actions([parse(row) for row in rows], FLUSH, Shape(2, 2, 0, 1))
+    check_actions([parse_actions(row) for row in rows], FLUSH, Shape(2, 2, 0, 1))
 
 
 @pytest.mark.parametrize("fault", BY_HAND["faults"].values(), ids=BY_HAND["faults"])
@@ -136,7 +136,7 @@ class Wide(TwoBW):
 def test_a_late_step_needs_a_free_store_from_its_reduction_on():
     """A forward of the batch's own weights after its REDUCE: nothing could be written
     yet."""
-    row = parse("F6@2 F7@3 B6@2 F8@2 B7@3 R3@3 S3@4 F9@3 B8@2 B9@3 R4@4 S4@5")
+    row = parse_actions("F6@2 F7@3 B6@2 F8@2 B7@3 R3@3 S3@4 F9@3 B8@2 B9@3 R4@4 S4@5")
     line = r"R3@3: versions \[2, 3\] leave no free weight store"
     with pytest.raises(ScheduleError, match=line):
         check_actions([row], Wide(), Shape(1, 2, 3, 5))

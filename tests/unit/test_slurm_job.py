@@ -138,7 +138,7 @@ def flags_of(
     sizes = dict(servers=servers, processes=8)
     chosen = dict(kind=kind, model=model, plan=str(plan), precision=precision)
     options = SimpleNamespace(**sizes, **chosen, data=data, save=save)
-    return " ".join(job_flags.words(options))
+    return " ".join(job_flags.flags_of_job(options))
 
 
 def test_flags_of_a_model():

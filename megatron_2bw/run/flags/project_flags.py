@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.base.errors import UserError, whole
+from megatron_2bw.base.errors import UserError, whole_number
 from megatron_2bw.base.files import read_yaml
 from megatron_2bw.run.flags.resolve import START
 from megatron_2bw.run.flags.rule import Args
@@ -24,20 +24,20 @@ def schedule_name(text: str) -> str:
 
 def extra_warmup(text: str) -> tuple[int, ...]:
     """The value of --two-bw-extra-warmup: whole numbers with commas between."""
-    return tuple(map(whole(0), text.split(",")))
+    return tuple(map(whole_number(0), text.split(",")))
 
 
 def whole_or_share(text: str) -> int | str:
     """The value of --two-bw-sync-iterations: a whole number, or a share of the run's
     iterations such as `20%`."""
     if text.endswith("%"):
-        return f"{whole(0, 100)(text[:-1])}%"
-    return whole(0)(text)
+        return f"{whole_number(0, 100)(text[:-1])}%"
+    return whole_number(0)(text)
 
 
 def slots(text: str) -> int | str:
     """The value of --two-bw-gradient-slots."""
-    return text if text == "shard" else whole(1)(text)
+    return text if text == "shard" else whole_number(1)(text)
 
 
 def use_rampup(args: Args) -> str | None:
@@ -80,11 +80,11 @@ def use_rampup(args: Args) -> str | None:
 ADAPTER = "_adapter"  # the end of an adapter's name, after that of its layer
 
 _TYPES = {
-    "number": whole(0),
-    "number above 0": whole(1),
+    "number": whole_number(0),
+    "number above 0": whole_number(1),
     "numbers": extra_warmup,
     "number or share": whole_or_share,
-    "port": whole(1, 65535),
+    "port": whole_number(1, 65535),
     "float": float,
     "slots": slots,
     "path": Path,

@@ -5,7 +5,7 @@ import sys
 import time
 from typing import NoReturn
 
-from megatron_2bw.base.errors import report
+from megatron_2bw.base.errors import report_error
 from megatron_2bw.base.files import write_json
 
 PATIENCE = 5  # seconds that a rank with a peer's failure waits to be stopped
@@ -19,7 +19,7 @@ def stop(line: str) -> NoReturn:
     """
     if os.environ.get("RANK", "0") != "0":
         time.sleep(PATIENCE)
-    report(program(), line)
+    report_error(program(), line)
     # torchrun ends with a report, and quotes this in it
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = {

@@ -27,7 +27,7 @@ LACKING = {  # package: what its absence means
 }
 
 
-class Row(NamedTuple):
+class Finding(NamedTuple):
     verdict: str
     name: str
     value: str
@@ -39,7 +39,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     meaning = "What is installed, and what it means for a run."
     Parser(prog=prog, description=meaning).parse_args(argv)
     status = 0
-    for row in rows():
+    for row in findings():
         line = f"{row.verdict:<6}{row.name:<20}{row.value:<24}{row.meaning}"
         print(line.rstrip())
         if row.verdict == WRONG:
@@ -47,45 +47,47 @@ def main(argv: Sequence[str], prog: str) -> int:
     return status
 
 
-def rows() -> Iterator[Row]:
+def findings() -> Iterator[Finding]:
     import torch
     from torch.torch_version import TorchVersion
 
-    yield Row(OK, "megatron_2bw", __version__, f"Python {platform.python_version()}")
+    yield Finding(
+        OK, "megatron_2bw", __version__, f"Python {platform.python_version()}"
+    )
     version = torch.__version__
     if TorchVersion(version) < OLDEST_TORCH:
-        yield Row(WRONG, "torch", version, f"install {OLDEST_TORCH} or newer")
+        yield Finding(WRONG, "torch", version, f"install {OLDEST_TORCH} or newer")
     else:
-        yield Row(OK, "torch", version)
+        yield Finding(OK, "torch", version)
     version = importlib.metadata.version("megatron-core")
     if version.startswith("0.19."):
-        yield Row(OK, "megatron-core", version)
+        yield Finding(OK, "megatron-core", version)
     else:
-        yield Row(WRONG, "megatron-core", version, "install 0.19")
+        yield Finding(WRONG, "megatron-core", version, "install 0.19")
     for name, meaning in LACKING.items():
         if installed(name):
-            yield Row(OK, name, "yes")
+            yield Finding(OK, name, "yes")
         else:
-            yield Row(NOTE, name, "-", meaning)
-    yield Row(OK, "processor cores", str(len(os.sched_getaffinity(0))))
+            yield Finding(NOTE, name, "-", meaning)
+    yield Finding(OK, "processor cores", str(len(os.sched_getaffinity(0))))
     available = psutil.virtual_memory().available / 2**30
-    yield Row(OK, "memory available", f"{available:.0f} GiB")
+    yield Finding(OK, "memory available", f"{available:.0f} GiB")
     shared = shutil.disk_usage("/dev/shm").total / 2**30
     if shared < 1:
         few = "too little for the workers of data loaders: docker run --shm-size 8g"
-        yield Row(NOTE, "/dev/shm", f"{shared:.1f} GiB", few)
+        yield Finding(NOTE, "/dev/shm", f"{shared:.1f} GiB", few)
     else:
-        yield Row(OK, "/dev/shm", f"{shared:.1f} GiB")
+        yield Finding(OK, "/dev/shm", f"{shared:.1f} GiB")
     yield from _gpus()
 
 
-def _gpus() -> Iterator[Row]:
+def _gpus() -> Iterator[Finding]:
     import torch
 
     cuda = torch.version.cuda
     if not torch.cuda.device_count():
         meaning = f"runs compute on the CPU over gloo (torch's CUDA: {cuda or 'none'})"
-        yield Row(NOTE, "GPUs", "-", meaning)
+        yield Finding(NOTE, "GPUs", "-", meaning)
     for number in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(number)
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -93,4 +95,4 @@ def _gpus() -> Iterator[Row]:
             f"{device.total_memory / 2**30:.0f} GiB, compute capability "
             f"{device.major}.{device.minor}, CUDA {cuda}, NCCL {nccl}"
         )
-        yield Row(OK, f"GPU {number}", device.name, meaning)
+        yield Finding(OK, f"GPU {number}", device.name, meaning)

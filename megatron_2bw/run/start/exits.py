@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from megatron_2bw.base.errors import UserError, report
+from megatron_2bw.base.errors import UserError, report_error
 from megatron_2bw.run.flags.stop import PATIENCE, program
 from megatron_2bw.run.start import screen
 
@@ -58,7 +58,7 @@ def leave(error: Exception, flush: Callable[[], None] | None = None) -> NoReturn
             file=sys.stderr,
         )
     elif isinstance(error, UserError):
-        report(program(), error)
+        report_error(program(), error)
     else:
         screen.record(error)
         last = " ".join(traceback.format_exception_only(error)[-1].split())

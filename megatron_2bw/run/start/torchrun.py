@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.base.errors import report
+from megatron_2bw.base.errors import report_error
 
 # of the clone, with the entry scripts; of a wheel too
 ROOT = Path(__file__).resolve().parents[3]
@@ -60,7 +60,7 @@ def run_ranks(prog: str, command: Sequence[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
-            report(prog, f"rank {rank} was ended by signal {-failure.exitcode}")
+            report_error(prog, f"rank {rank} was ended by signal {-failure.exitcode}")
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as stopped:
         return 128 + stopped.sigval

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_2bw.base.argv import expand_files, flag_of, groups, merged, split_by
-from megatron_2bw.base.errors import Parser, UserError, usage_error, whole
+from megatron_2bw.base.errors import Parser, UserError, usage_error, whole_number
 from megatron_2bw.base.files import read_yaml
 from megatron_2bw.mcore.checkpoints.folder import TRACKER
 from megatron_2bw.run.flags import quick_check
@@ -257,8 +257,8 @@ def _sizes(prog: str, flags: Sequence[str]) -> tuple[int, int]:
     batch size, 0 if not given."""
     parser = Parser(prog=prog, add_help=False, allow_abbrev=False)
     for flag in SIZES:
-        parser.add_argument(flag, type=whole(1), default=1)
-    parser.add_argument("--global-batch-size", type=whole(1), default=0)
+        parser.add_argument(flag, type=whole_number(1), default=1)
+    parser.add_argument("--global-batch-size", type=whole_number(1), default=0)
     sizes, _ = parser.parse_known_args(flags)
     *ranks, batch = vars(sizes).values()
     return math.prod(ranks), batch

@@ -23,10 +23,10 @@ from megatron_2bw.base.argv import flag_of, split_flags
 from megatron_2bw.base.errors import (
     Parser,
     UserError,
+    comma_separated,
     file_errors,
-    names_of,
-    whole,
-    words,
+    list_of,
+    whole_number,
 )
 from megatron_2bw.base.files import write_whole
 from megatron_2bw.run.flags.plain_torch import PLAIN_TORCH
@@ -96,12 +96,12 @@ def first_flag(words: Sequence[str], flags: Sequence[str]) -> str | None:
     return next((flag for flag in flags if flag in typed), None)
 
 
-def parse(argv: Sequence[str], prog: str = PROG) -> Namespace:
+def parse_options(argv: Sequence[str], prog: str = PROG) -> Namespace:
     """The options, checked; `.flags` are Megatron's and `.variants` maps labels to the
     flags of each."""
     own, flags = split_flags(argv)
     types = TYPES | {
-        "variants": names_of([*VARIANTS]),
+        "variants": list_of([*VARIANTS]),
         "numbers": numbers,
         "rates": rates,
     }
@@ -109,7 +109,10 @@ def parse(argv: Sequence[str], prog: str = PROG) -> Namespace:
     options = parser.parse_args(own)
     megatron = Parser(prog=prog, add_help=False, allow_abbrev=False)
     megatron.add_argument(
-        "--train-iters", type=whole(1), required=options.no_defaults, default=ITERATIONS
+        "--train-iters",
+        type=whole_number(1),
+        required=options.no_defaults,
+        default=ITERATIONS,
     )
     megatron.add_argument("--seq-length", default=str(SEQUENCE))
     sizes, _ = megatron.parse_known_args(flags)
@@ -131,7 +134,7 @@ def parse(argv: Sequence[str], prog: str = PROG) -> Namespace:
 def rates(text: str) -> tuple[str, ...]:
     """A comma-separated list of numbers, as they are typed, for argparse. ValueError
     for others."""
-    typed = words(text)
+    typed = comma_separated(text)
     for rate in typed:
         float(rate)
     return typed

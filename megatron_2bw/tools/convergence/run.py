@@ -39,7 +39,7 @@ from megatron_2bw.tools.convergence.options import (
     Run,
     built_in,
     grid,
-    parse,
+    parse_options,
 )
 from megatron_2bw.tools.convergence.plot import draw
 from megatron_2bw.tools.convergence.report import (
@@ -98,7 +98,7 @@ def result_of(run: Run) -> Result | None:
 # --------------------------------------------------------------------------------------
 
 
-class Job:
+class Attempt:
     """A run's process, which writes the log."""
 
     def __init__(self, run: Run):
@@ -132,7 +132,7 @@ class Board:
         number = self.runs.index(run) + 1
         say(f"[{number}/{len(self.runs)}] {run.title}: {text}")
 
-    def progress(self, job: Job) -> None:
+    def progress(self, job: Attempt) -> None:
         """[3/30] 2bw lr 3e-3 seed 1235: iteration 250/1500, loss 4.512, 130 s"""
         now = time.monotonic()
         if now - job.looked < EVERY:
@@ -145,7 +145,7 @@ class Board:
             loss = number(lines[-1].loss)
             self.say(job.run, f"{progress}, loss {loss:.3f}, {job.seconds} s")
 
-    def finish(self, job: Job, code: int) -> None:
+    def finish(self, job: Attempt, code: int) -> None:
         """Store a run's result, or report why there is none."""
         run = job.run
         stop_tree(job.process, 5)
@@ -188,14 +188,14 @@ def train(board: Board, options: Namespace) -> None:
             if waiting and trains and len(jobs) < options.jobs:
                 run = waiting.pop(0)
                 board.say(run, "starts")
-                jobs.append(Job(run))
+                jobs.append(Attempt(run))
             for job in list(jobs):
                 code = job.process.poll()
                 board.progress(job)
                 if code is not None:
                     jobs.remove(job)
                     board.finish(job, code)
-                    report(board, options)
+                    write_results(board, options)
             time.sleep(POLL)
     finally:
         for job in jobs:
@@ -206,7 +206,7 @@ def train(board: Board, options: Namespace) -> None:
 # --------------------------------------------------------------------------------------
 
 
-def report(board: Board, options: Namespace) -> list[Figures]:
+def write_results(board: Board, options: Namespace) -> list[Figures]:
     """Write runs.json, curves.png and report.md from the results so far. Returns a row
     for each (lr, variant)."""
     results = {}
@@ -273,7 +273,7 @@ def work(options: Namespace) -> int:
         runs = f"{len(board.runs)} runs of {options.iterations} iterations"
         say(f"{PROG}: {runs}, {len(board.results)} of them are there; {options.out}")
         train(board, options)
-        rows = report(board, options)
+        rows = write_results(board, options)
         curves = "curves.png " if board.results else ""
         say(f"{PROG}: wrote report.md, {curves}and runs.json in {options.out}")
         limit = options.max_gap
@@ -292,7 +292,7 @@ def work(options: Namespace) -> int:
 def main(argv: Sequence[str], prog: str = PROG) -> int:
     """The exit code: 0, 1 if a run failed or a gap is too large, 2 for a wrong option,
     130 if interrupted."""
-    options = parse(argv, prog)
+    options = parse_options(argv, prog)
     return run_program(
         PROG, lambda: work(options), "the same command continues from here"
     )

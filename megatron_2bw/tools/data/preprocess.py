@@ -51,7 +51,7 @@ def say(text: str) -> None:
     print(f"megatron-2bw preprocess: {text}", file=sys.stderr, flush=True)
 
 
-def run(options: Namespace, prefix: Path) -> str:
+def preprocess(options: Namespace, prefix: Path) -> str:
     """Do the work, or the rest of an earlier call's. Returns the tokenizer's name.
 
     options: as preprocess_command.py checks them. Raises UserError, and OSError if the

@@ -79,11 +79,11 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
                 import datasets
 
                 from megatron_2bw.tools.data.corpus import Corpus
-                from megatron_2bw.tools.data.preprocess import run
+                from megatron_2bw.tools.data.preprocess import preprocess
 
                 if not sys.stderr.isatty():
                     datasets.disable_progress_bars()
-                tokenizer = run(options, prefix)
+                tokenizer = preprocess(options, prefix)
         except UserError as error:
             cli.error(str(error))
         flags = Corpus(prefix, tokenizer).flags()

@@ -48,10 +48,10 @@ def main(argv: Sequence[str], prog: str) -> int:
     if options.device == "cuda" and not torch.cuda.device_count():
         parser.error("--device cuda: torch finds no GPU here")
     rows = [row for row in ROWS if row.name in (options.row or names)]
-    return run(rows, options.device, options.json)
+    return run_rows(rows, options.device, options.json)
 
 
-def run(rows: Sequence[Row], device: str, path: Path) -> int:
+def run_rows(rows: Sequence[Row], device: str, path: Path) -> int:
     """Run `rows` and print their results and how many there are. 0 if no row has
     failed."""
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
@@ -113,7 +113,7 @@ def machine(check: Check, gpus: int) -> dict[str, str]:
     else:
         device = "the CPU: figures of time and memory mean nothing"
     about = {"device": device}
-    for _, name, version, meaning in doctor.rows():
+    for _, name, version, meaning in doctor.findings():
         about[name] = f"{version} {meaning}".rstrip()
     return about
 

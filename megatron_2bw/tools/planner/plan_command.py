@@ -22,9 +22,9 @@ from megatron_2bw.base.errors import (
     Parser,
     UserError,
     file_errors,
-    names_of,
+    list_of,
     usage_error,
-    whole,
+    whole_number,
 )
 from megatron_2bw.base.files import write_json
 from megatron_2bw.run.flags.project_flags import schedule_name
@@ -83,7 +83,7 @@ def _parser(prog: str) -> Parser:
     inputs.add_model_flags(parser)
     add = parser.add_argument_group("cluster").add_argument
     add("--cluster", required=True, metavar="NAME|FILE.yaml", help=", ".join(CLUSTERS))
-    add("--servers", type=whole(1), help="default: of the YAML file, or 1")
+    add("--servers", type=whole_number(1), help="default: of the YAML file, or 1")
     add(
         "--link",
         type=network,
@@ -93,7 +93,7 @@ def _parser(prog: str) -> Parser:
     )
     add(
         "--gpus-per-server",
-        type=whole(1),
+        type=whole_number(1),
         help="at most as many as the cluster's servers have",
     )
     add(
@@ -130,7 +130,7 @@ def _parser(prog: str) -> Parser:
         help="share of the memory that stays free (default: what CUDA, NCCL and fragmentation take)",
     )
     count = "number of plans (default: 8)"
-    add("--top", type=whole(1), default=8, metavar="K", help=count)
+    add("--top", type=whole_number(1), default=8, metavar="K", help=count)
 
     add = partial(parser.add_argument_group("files").add_argument, type=Path)
     add("--json", metavar="FILE", help="all printed figures, and more")
@@ -145,7 +145,7 @@ def _add_choices(add: Callable) -> None:
     add(
         "--max-global-batch-size",
         dest="batch",
-        type=whole(1),
+        type=whole_number(1),
         required=True,
         metavar="N",
         help="the largest global batch, in samples, that is safe for convergence",
@@ -153,7 +153,7 @@ def _add_choices(add: Callable) -> None:
     names = partial(add, metavar="NAME,...")
     names(
         "--schedules",
-        type=names_of(SCHEDULE_NAMES, schedule_name),
+        type=list_of(SCHEDULE_NAMES, schedule_name),
         default=PLANNED,
         help=f"of {', '.join(SCHEDULE_NAMES)} (1f1b is pipedream-flush)",
     )
@@ -167,11 +167,11 @@ def _add_choices(add: Callable) -> None:
     legal("--expert-model-parallel-size", dest="expert")
     names(
         "--recompute",
-        type=names_of(RECOMPUTES),
+        type=list_of(RECOMPUTES),
         default=RECOMPUTES,
         help=f"of {', '.join(RECOMPUTES)} (default: these)",
     )
-    slots = names_of((1, 2), whole(1))
+    slots = list_of((1, 2), whole_number(1))
     numbers("--gradient-slots", type=slots, default=(2, 1), help="of 2bw: 2, 1 or both")
     off = partial(add, action="store_false")
     off(
@@ -186,6 +186,7 @@ def _add_choices(add: Callable) -> None:
     )
     add(
         "--extrapolate",
+        dest="corrected",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="2bw with --two-bw-correction auto, whose step needs more memory (default: yes)",
@@ -368,7 +369,7 @@ def run_profile(words: list[str], prog: str) -> int:
         raise UserError(
             "--num-experts, --multi-latent-attention: only dense layers with plain attention are measured"
         )
-    return blocks.run(options, inputs.model_of(options))
+    return blocks.measure_blocks(options, inputs.model_of(options))
 
 
 if __name__ == "__main__":

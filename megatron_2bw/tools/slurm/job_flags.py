@@ -22,7 +22,7 @@ from megatron_2bw.tools.planner.tell import training
 from megatron_2bw.tools.planner.tell.jobs import mock_data
 
 
-def words(options: Namespace) -> list[str]:
+def flags_of_job(options: Namespace) -> list[str]:
     """The flags of the model, the plan, a first training and the data (by default mock
     data), and with --save of the interval of the checkpoints. UserError names the wrong
     variable."""
@@ -106,7 +106,7 @@ def default_plan(model: Model, ranks: int) -> Plan:
         width=ranks // depth,
         microbatch=1,
         microbatches=depth,
-        extrapolate=True,
+        corrected=True,
     )
 
 
@@ -135,7 +135,7 @@ def main() -> int:
     )
     status = 0
     try:
-        text = shlex.join(words(parser.parse_args()))
+        text = shlex.join(flags_of_job(parser.parse_args()))
     except UserError as error:
         text, status = str(error), 2
     print(text)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_2bw.base import run_log
-from megatron_2bw.base.errors import Parser, report, run_program
+from megatron_2bw.base.errors import Parser, report_error, run_program
 from megatron_2bw.base.files import write_json
 from megatron_2bw.mcore.checkpoints.folder import TRACKER
 
@@ -181,7 +181,7 @@ def begin(options: Namespace) -> int:
     if idle >= IDLE_STARTS:
         reason = f"no iteration saved in {idle} starts; it is not started again"
         outcome = Outcome("failed", reason)
-        report("megatron-2bw slurm", reason)
+        report_error("megatron-2bw slurm", reason)
     write(
         options.file,
         outcome,

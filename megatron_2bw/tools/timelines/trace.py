@@ -15,7 +15,7 @@ from typing import Any
 from megatron_2bw.base.errors import Parser, UserError, run_program
 from megatron_2bw.base.files import write_whole
 from megatron_2bw.engine.trace_file import names_of, spans_of
-from megatron_2bw.schedules import parse
+from megatron_2bw.schedules import parse_actions
 from megatron_2bw.tools.timelines import measured
 from megatron_2bw.tools.timelines.page import HERE, bundle
 from megatron_2bw.tools.timelines.simulator import Event, Events
@@ -40,7 +40,7 @@ def timed(events: Iterable[dict[str, Any]]) -> Events:
     actions = []
     for event in events:
         if event["ph"] == "X" and event["cat"] != "wait":
-            (action,) = parse(event["name"])
+            (action,) = parse_actions(event["name"])
             start = event["ts"] / 1e6
             end = (event["ts"] + event["dur"]) / 1e6
             asked = start - event["args"]["waited_ms"] / 1e3

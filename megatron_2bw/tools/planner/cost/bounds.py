@@ -12,7 +12,7 @@ import math
 import operator
 from itertools import accumulate
 
-from megatron_2bw.tools.planner.cost.compute import Work
+from megatron_2bw.tools.planner.cost.compute import MicrobatchTime
 from megatron_2bw.tools.planner.descriptions.plan import Plan
 from megatron_2bw.tools.timelines.simulator import Times
 
@@ -25,7 +25,7 @@ def lower_bound(plan: Plan, times: Times) -> float:
     return _without_flush(plan, times)
 
 
-def work_bound(plan: Plan, works: list[Work]) -> float:
+def work_bound(plan: Plan, works: list[MicrobatchTime]) -> float:
     """Seconds per iteration that the stages' computation alone takes."""
     microbatches = plan.microbatches
     totals = [work.total for work in works]

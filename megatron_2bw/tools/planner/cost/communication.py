@@ -139,7 +139,7 @@ def all_reduce(cluster: Cluster, group: Group, size: float) -> float:
     return 2 * _sent(cluster, group, size) + latency + _start(cluster, group)
 
 
-def half(cluster: Cluster, group: Group, size: float) -> float:
+def scatter_or_gather(cluster: Cluster, group: Group, size: float) -> float:
     """Seconds of a reduce-scatter or an all-gather of `size` bytes in total: NCCL has a
     ring of all ranks for them, of whose steps one less than there are servers wait for
     the network (src/graph/tuning.cc)."""

@@ -15,9 +15,9 @@ from megatron_2bw.tools.planner.cost.communication import (
     Layout,
     all_reduce,
     all_to_all,
-    half,
     layout,
     ring_step,
+    scatter_or_gather,
 )
 from megatron_2bw.tools.planner.cost.memory import Memory
 from megatron_2bw.tools.planner.descriptions.cluster import Cluster
@@ -26,7 +26,7 @@ from megatron_2bw.tools.planner.descriptions.plan import Plan, by_fields
 
 
 @dataclass(frozen=True)
-class Work:
+class MicrobatchTime:
     """Seconds of one microbatch on one stage; `tensor` of them wait for tensor and
     context parallelism's messages."""
 
@@ -34,15 +34,17 @@ class Work:
     backward: float
     tensor: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: MicrobatchTime) -> MicrobatchTime:
+        return MicrobatchTime(
             self.forward + other.forward,
             self.backward + other.backward,
             self.tensor + other.tensor,
         )
 
-    def __mul__(self, count: float) -> Work:
-        return Work(self.forward * count, self.backward * count, self.tensor * count)
+    def __mul__(self, count: float) -> MicrobatchTime:
+        return MicrobatchTime(
+            self.forward * count, self.backward * count, self.tensor * count
+        )
 
     @property
     def total(self) -> float:
@@ -70,7 +72,7 @@ class Compute:
     @by_fields(
         "tensor context expert microbatch recompute sequence_parallel pipeline_inside"
     )
-    def layer(self, plan: Plan) -> Work:
+    def layer(self, plan: Plan) -> MicrobatchTime:
         """One layer of the plan's microbatch, with tensor-parallel collectives and
         recompute."""
         forward, backward = self._kernels(plan)
@@ -102,12 +104,12 @@ class Compute:
         first = max(forward + there, launch)
         last = max(backward + back, BACKWARD_LAUNCH * launch)
         if plan.recompute == "full":
-            return Work(first, last + first, 2 * there + back)
+            return MicrobatchTime(first, last + first, 2 * there + back)
         if plan.recompute == "selective":  # the core attention
             traffic = TRAFFIC * self.memory.scores(plan) / self.bytes
             last += self._attention(plan) + traffic + ring
             back += ring
-        return Work(first, last, there + back)
+        return MicrobatchTime(first, last, there + back)
 
     def _tensor_messages(self, plan: Plan) -> float:
         """Seconds of the tensor-parallel collectives of one pass: two all-reduces, or
@@ -117,7 +119,7 @@ class Compute:
         group = self.layout(plan).tensor
         size = self.memory.hidden_states(plan)
         count = 4 if plan.sequence_parallel else 2
-        collective = half if plan.sequence_parallel else all_reduce
+        collective = scatter_or_gather if plan.sequence_parallel else all_reduce
         seconds = count * collective(self.cluster, group, size)
         # each token as often as it has experts, and once for the shared one
         if self.model.experts:
@@ -208,13 +210,13 @@ class Compute:
         share = device.attention_efficiency or device.gemm_efficiency
         return flops * (1 if self.model.kind == "bert" else 0.5) / (self.peak * share)
 
-    def embedding(self, plan: Plan) -> Work:
+    def embedding(self, plan: Plan) -> MicrobatchTime:
         """Look-up, positions and dropout: only memory traffic."""
         traffic = 4 * self.memory.hidden_states(plan) / self.bytes
         forward = max(traffic, 0 if self.profile else self.launch / 4)
-        return Work(forward, 2 * forward)
+        return MicrobatchTime(forward, 2 * forward)
 
-    def output(self, plan: Plan) -> Work:
+    def output(self, plan: Plan) -> MicrobatchTime:
         """Final norm, output layer and loss."""
         vocab = self.model.padded_vocab(plan.tensor)
         adapters = self.model.adapter_rank
@@ -223,13 +225,15 @@ class Compute:
             there = replace(self.model, vocab=self.profile.vocab).padded_vocab(ranks)
             share = vocab / there * ranks / plan.tensor
             forward, backward = self.profile.output_layer(plan.samples, ranks)
-            return Work(forward * share, (forward if adapters else backward) * share)
+            return MicrobatchTime(
+                forward * share, (forward if adapters else backward) * share
+            )
         logits = plan.samples * self.model.sequence * vocab / plan.tensor
         seconds = self.model.output_flops(plan.samples, plan.tensor) / self.flops
         traffic = LOGIT_TRAFFIC * logits / self.bytes
         back = seconds if adapters else 2 * seconds
         forward = max(seconds + traffic, self.launch)
-        return Work(forward, max(back + traffic, self.launch))
+        return MicrobatchTime(forward, max(back + traffic, self.launch))
 
     def update(self, parameters: float, owned: float) -> float:
         """The optimizer's step on one GPU: it reads and writes gradients, two moments

@@ -306,7 +306,7 @@ class Memory:
         slots = plan.gradient_slots if plan.pipeline.late_step else 1
         if slots == "shard":
             slots = 1 + 1 / shards
-        optimizer = each.main + each.copy + each.moments + 4 * plan.extrapolate
+        optimizer = each.main + each.copy + each.moments + 4 * plan.corrected
         return each.weight * versions, each.gradient * slots, optimizer / shards
 
     def host_bytes(self, plan: Plan) -> list[float]:
@@ -314,7 +314,7 @@ class Memory:
         moments, and new weights."""
         each = bytes_of(self.precision, plan.grad_reduce_in_bf16)
         # in fp32 the main weights are copies too
-        optimizer = 4 + each.copy + each.moments + 4 * plan.extrapolate
+        optimizer = 4 + each.copy + each.moments + 4 * plan.corrected
         size = each.gradient + optimizer + each.weight
         stages = enumerate(plan.layers_of(self.model))
         return [size * self.owned(plan, *stage) for stage in stages]

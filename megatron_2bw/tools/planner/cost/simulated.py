@@ -18,10 +18,10 @@ from megatron_2bw.tools.planner.cost.bounds import lower_bound, warmup_for
 from megatron_2bw.tools.planner.cost.communication import (
     Message,
     all_reduce,
-    half,
     message,
+    scatter_or_gather,
 )
-from megatron_2bw.tools.planner.cost.compute import Compute, Work
+from megatron_2bw.tools.planner.cost.compute import Compute, MicrobatchTime
 from megatron_2bw.tools.planner.cost.memory import (
     CHANNELS,
     CONTEXT,
@@ -288,7 +288,7 @@ class Cost:
         return Estimate(plan, seconds, split, stages, self._rooms(plan))
 
     @by_fields(STAGES)
-    def stages(self, plan: Plan) -> list[Work]:
+    def stages(self, plan: Plan) -> list[MicrobatchTime]:
         """Work of one microbatch on each stage."""
         computes = self._computes(plan)
         works = []
@@ -490,7 +490,7 @@ class Cost:
     def _step(self, plan: Plan) -> _Step:
         size = bytes_of(self.precision, plan.grad_reduce_in_bf16)
         sharded = plan.distributed_optimizer
-        collective = half if sharded else all_reduce
+        collective = scatter_or_gather if sharded else all_reduce
         ends = 0.0
         if self.model.tied and plan.depth > 1 and not self.model.adapter_rank:
             words = self.model.padded_vocab(plan.tensor) * self.model.hidden
@@ -503,7 +503,11 @@ class Cost:
                 update.append(compute.host_update(owned, size.gradient, size.weight))
             else:
                 update.append(compute.update(parameters, owned))
-        gather = max(self._over_replicas(plan, half, size.weight)) if sharded else 0.0
+        gather = (
+            max(self._over_replicas(plan, scatter_or_gather, size.weight))
+            if sharded
+            else 0.0
+        )
         reduce = self._over_replicas(plan, collective, size.gradient)
         return _Step(reduce, ends, update, gather)
 
@@ -522,7 +526,11 @@ class Cost:
         return seconds
 
     def _reduce(
-        self, plan: Plan, works: list[Work], messages: list[Message], step: _Step
+        self,
+        plan: Plan,
+        works: list[MicrobatchTime],
+        messages: list[Message],
+        step: _Step,
     ) -> list[float]:
         """Seconds from a stage's last backward until its gradients are reduced over its
         replicas."""
@@ -551,7 +559,7 @@ class Cost:
         return seconds
 
     def _release(
-        self, plan: Plan, works: list[Work], reduce: list[float]
+        self, plan: Plan, works: list[MicrobatchTime], reduce: list[float]
     ) -> list[float]:
         """Seconds for which a batch's first backward waits for the one slot: until the
         gradients of the batch before are reduced, and copied to the host by portions.
@@ -575,7 +583,7 @@ class Cost:
         parameters, _, _ = self._parameters(plan)[stage]
         least = max(BUCKET, BUCKET_OF_REPLICA * plan.replicas)
         buckets = math.ceil(parameters / least)
-        collective = half if plan.distributed_optimizer else all_reduce
+        collective = scatter_or_gather if plan.distributed_optimizer else all_reduce
         start = collective(self.cluster, self.compute.layout(plan).data, 0.0)
         seconds += (buckets - 1) * start
         return max(seconds - hidden * (1 - 1 / buckets), seconds / buckets)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.base.errors import UserError, whole
+from megatron_2bw.base.errors import UserError, whole_number
 from megatron_2bw.tools.planner.descriptions import model as models
 from megatron_2bw.tools.planner.descriptions.cluster import Cluster
 from megatron_2bw.tools.planner.descriptions.cluster_file import named_cluster
@@ -27,12 +27,12 @@ SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 
 def numbers(text: str) -> tuple[int, ...]:
     """A comma-separated list of positive numbers, for argparse."""
-    return tuple(map(whole(1), text.split(",")))
+    return tuple(map(whole_number(1), text.split(",")))
 
 
 # Megatron's flags of a model, and --bert.
 FLAGS = data_file("model_flags.toml")
-TYPES = {"count": whole(1), "number": float}
+TYPES = {"count": whole_number(1), "number": float}
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -40,9 +40,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model", metavar="NAME|config.json", help=", ".join(models.PRESETS)
     )
-    group.add_argument("--seq-length", type=whole(1), help="as Megatron's")
+    group.add_argument("--seq-length", type=whole_number(1), help="as Megatron's")
     group.add_argument(
-        "--lora-rank", type=whole(1), help="of adapters, which alone are trained"
+        "--lora-rank", type=whole_number(1), help="of adapters, which alone are trained"
     )
     for name, kind in FLAGS.items():
         meaning = "as Megatron's" if kind else argparse.SUPPRESS

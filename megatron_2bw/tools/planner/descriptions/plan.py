@@ -65,7 +65,7 @@ class Plan:
     sequence_parallel: bool = False
     # of 2bw: additional warm-up forwards, a number per boundary, or one for all
     extra_warmup: tuple[int, ...] = ()
-    extrapolate: bool = False  # of 2bw: --two-bw-correction auto
+    corrected: bool = False  # of 2bw: --two-bw-correction auto
     # with it: the late microbatches, if a step takes longer than those of `auto`
     late: int = 0
     # of gpipe: microbatches that it admits at a time; None: the whole batch
@@ -180,7 +180,7 @@ class Plan:
             extra_warmup=self.extra_warmup,
             gpipe_round=self.gpipe_round,
         )
-        if not (self.extrapolate and schedule.late_step):
+        if not (self.corrected and schedule.late_step):
             return schedule
         late = self.late or schedule.late_of_auto(self.depth, self.microbatches)
         return replace(schedule, late_microbatches=late or None)
@@ -245,7 +245,7 @@ class Plan:
             (self.host, "--two-bw-optimizer host"),
             (any(self.extra), f"--two-bw-extra-warmup {','.join(map(str, extra))}"),
             (self.gpipe_round, f"--gpipe-round {self.gpipe_round}"),
-            (self.extrapolate, "--two-bw-correction auto"),
+            (self.corrected, "--two-bw-correction auto"),
             (self.late, f"--two-bw-late-microbatches {self.late}"),
             (self.distributed_optimizer, "--use-distributed-optimizer"),
             (overlaps, "--overlap-grad-reduce"),

@@ -330,7 +330,7 @@ class Search:
         for schedule in schedules:
             plan = split.changed(schedule=schedule)
             if schedule == "2bw":
-                corrected = plan.changed(extrapolate=self.space.extrapolate)
+                corrected = plan.changed(corrected=self.space.corrected)
                 for slots in self.space.gradient_slots:
                     yield corrected.changed(gradient_slots=slots)
             elif schedule == "megatron":

@@ -28,7 +28,7 @@ class Space:
     extra_warmup  for each plan of 2bw also the plan with the extra warm-up that hides
                   its messages (Cost.extra_warmup)
     host          2bw's optimizer in host memory, for plans that do not fit otherwise
-    extrapolate   2bw with --two-bw-correction auto
+    corrected     2bw with --two-bw-correction auto
     context       context-parallel sizes; only 1 by default
     expert        expert-parallel sizes
     grad_reduce_in_bf16  of all plans
@@ -48,7 +48,7 @@ class Space:
     sequence_parallel: bool = True
     extra_warmup: bool = True
     host: bool = True
-    extrapolate: bool = False
+    corrected: bool = False
     context: tuple[int, ...] | None = (1,)
     expert: tuple[int, ...] | None = None
     grad_reduce_in_bf16: bool = False

@@ -22,7 +22,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.base.errors import UserError, file_errors, whole
+from megatron_2bw.base.errors import UserError, file_errors, whole_number
 from megatron_2bw.tools.planner.descriptions.inputs import numbers
 from megatron_2bw.tools.planner.descriptions.model import Model
 from megatron_2bw.tools.planner.descriptions.profile import MEASURED, BlockTime, Profile
@@ -105,8 +105,10 @@ def _splits(model: Model, ranks: int) -> list[int]:
     """Numbers of tensor-parallel ranks to measure: powers of two that divide a server's
     ranks and the layer."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    whole = math.gcd(local, ranks, model.heads, model.groups, model.ffn, model.sequence)
-    return [size for size in (1, 2, 4, 8) if whole % size == 0]
+    divisor = math.gcd(
+        local, ranks, model.heads, model.groups, model.ffn, model.sequence
+    )
+    return [size for size in (1, 2, 4, 8) if divisor % size == 0]
 
 
 @contextlib.contextmanager
@@ -358,13 +360,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add(
         "--repeats",
-        type=whole(1),
+        type=whole_number(1),
         default=10,
         help="rounds; their median counts (default: 10)",
     )
 
 
-def run(options: argparse.Namespace, model: Model) -> int:
+def measure_blocks(options: argparse.Namespace, model: Model) -> int:
     """Measure and write the profile; the exit status.
 
     Under torchrun all ranks measure concurrently, because the ranks of a training share

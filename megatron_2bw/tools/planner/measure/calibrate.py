@@ -16,7 +16,7 @@ from megatron_2bw.base.errors import UserError
 from megatron_2bw.tools.planner.cost.memory import GIB
 from megatron_2bw.tools.planner.cost.simulated import Cost
 from megatron_2bw.tools.planner.descriptions.cluster import OF_FEWER, Cluster
-from megatron_2bw.tools.planner.measure.runs import Run
+from megatron_2bw.tools.planner.measure.runs import MeasuredRun
 
 DEVICE = (
     "gemm_efficiency",
@@ -37,7 +37,7 @@ LARGE = 2.5
 SHARE_LIMIT = 0.95  # of the peak and of the bandwidth
 
 
-def predict(cluster: Cluster, runs: Sequence[Run]) -> list[float]:
+def predict(cluster: Cluster, runs: Sequence[MeasuredRun]) -> list[float]:
     """Seconds per iteration of each run on `cluster`, with the run's number of
     servers."""
     costs: dict[tuple, Cost] = {}
@@ -53,7 +53,7 @@ def predict(cluster: Cluster, runs: Sequence[Run]) -> list[float]:
     return seconds
 
 
-def calibrate(cluster: Cluster, runs: Sequence[Run]) -> Cluster:
+def calibrate(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Cluster:
     """`cluster` with the constants that fit `runs` best. Links between servers are
     fitted only if runs use them.
 
@@ -98,7 +98,7 @@ def calibrate(cluster: Cluster, runs: Sequence[Run]) -> Cluster:
 
 
 def cross_validated(
-    cluster: Cluster, runs: Sequence[Run], parts: int = 5
+    cluster: Cluster, runs: Sequence[MeasuredRun], parts: int = 5
 ) -> list[float]:
     """Predicted over measured, less one, of each run by a fit to the runs outside its
     part. Of `parts` parts each has every `parts`-th run; there are at most as many as
@@ -119,7 +119,7 @@ def bound(errors: Sequence[float]) -> float:
     return sorted(map(abs, errors))[math.ceil(0.9 * len(errors)) - 1]
 
 
-def memory_errors(cluster: Cluster, runs: Sequence[Run]) -> list[float]:
+def memory_errors(cluster: Cluster, runs: Sequence[MeasuredRun]) -> list[float]:
     """Predicted over measured memory of the heaviest stage, less one, of the runs with
     a measured one."""
     errors = []

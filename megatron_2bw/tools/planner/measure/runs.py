@@ -43,7 +43,7 @@ WARMUP_LINES = 3
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredRun:
     """A measured run: seconds per iteration of a model's plan, on the plan's number of
     GPUs.
 
@@ -84,10 +84,10 @@ def is_log(path: Path) -> bool:
     return path.is_dir() or f"*{path.suffix}" in LOGS
 
 
-def read(paths: Sequence[Path]) -> list[Run]:
+def read(paths: Sequence[Path]) -> list[MeasuredRun]:
     """The runs of CSV files, of logs, and of folders: their logs with Megatron's
     arguments, else their `output`."""
-    runs: list[Run] = []
+    runs: list[MeasuredRun] = []
     for path in paths:
         if path.is_dir():
             runs += map(read_log, _logs(path))
@@ -110,7 +110,7 @@ def _logs(folder: Path) -> list[Path]:
     return sorted(logs or records)
 
 
-def read_runs(path: Path) -> list[Run]:
+def read_runs(path: Path) -> list[MeasuredRun]:
     """Runs from a CSV file with COLUMNS and any of OPTIONAL. UserError names the wrong
     line and column."""
     with file_errors(str(path)), open(path, encoding="utf-8-sig", newline="") as file:
@@ -126,7 +126,7 @@ def read_runs(path: Path) -> list[Run]:
     return [_run(row, f"{path}, line {line}") for line, row in enumerate(rows, 2)]
 
 
-def _run(row: Mapping[str, Any], where: str) -> Run:
+def _run(row: Mapping[str, Any], where: str) -> MeasuredRun:
     cells: dict[str, Any] = {"name": "run", "schedule": "megatron", "microbatches": 1}
     for name, cell in row.items():
         if cell not in (None, ""):
@@ -142,7 +142,9 @@ def _run(row: Mapping[str, Any], where: str) -> Run:
             raise UserError(cause)
     except UserError as error:
         raise UserError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from None
-    return Run(model, plan, rest.seconds, rest.precision, rest.flash, rest.memory_gib)
+    return MeasuredRun(
+        model, plan, rest.seconds, rest.precision, rest.flash, rest.memory_gib
+    )
 
 
 def _chosen(cells: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
@@ -210,7 +212,7 @@ def _arguments(log: str, path: Path) -> dict[str, str]:
     return {}
 
 
-def read_log(path: Path) -> Run:
+def read_log(path: Path) -> MeasuredRun:
     """The run of a log or of a run's `output`: the median time of its iterations in the
     steady state, its peak memory.
 
@@ -255,7 +257,7 @@ def read_log(path: Path) -> Run:
         "rotary": given("position_embedding_type") == "rope",
         "dropout": dropouts != {"0.0"},
         "flash": given("transformer_impl") != "local" and not unfused,
-        "extrapolate": given("two_bw_correction", "none") != "none",
+        "corrected": given("two_bw_correction", "none") != "none",
         "grad_reduce_in_bf16": given("grad_reduce_in_bf16") == "True",
     }
     row["recompute_layers"] = _cell(given("recompute_num_layers", "")) or 1

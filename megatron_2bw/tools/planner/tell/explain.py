@@ -344,8 +344,8 @@ def gain(result: Result) -> Iterator[str]:
     space = result.space
     if late and exact:
         yield _gain(result.cost, late, exact)
-    elif not late and space.extrapolate and "2bw" in space.schedules:
-        space = replace(space, schedules=("2bw",), extrapolate=False)
+    elif not late and space.corrected and "2bw" in space.schedules:
+        space = replace(space, schedules=("2bw",), corrected=False)
         for _, plan in itertools.islice(Search(result.cost, space), 1):
             best = rate(result.cost.estimate(plan))
             yield f"2bw fits only without its correction (--no-extrapolate): {best}."
@@ -373,7 +373,7 @@ def _gain(cost: Cost, late: Estimate, exact: Estimate) -> str:
     elif plan.gradient_slots == 2 and not plan.host:
         slot = " and gradient slot"
         version += 1 / 2 * stage.gradients
-    plain = cost.estimate(plan.changed(extrapolate=False)).memory[fullest]
+    plain = cost.estimate(plan.changed(corrected=False)).memory[fullest]
     corrected = stage.optimizer - plain.optimizer
     copy = ""
     if corrected > 0:
@@ -381,7 +381,7 @@ def _gain(cost: Cost, late: Estimate, exact: Estimate) -> str:
     loss = gap(
         plan.global_batch * cost.model.sequence,
         plan.pipeline.late_microbatches,
-        plan.microbatches if plan.extrapolate else 0,
+        plan.microbatches if plan.corrected else 0,
     )
     return (
         f"2bw against a flush: {rate(late)} is {ratio:.2f} times as fast as {rate(exact)}. {bubble} "

@@ -51,7 +51,7 @@ def checkpoint_bytes(cost: Cost, plan: Plan) -> float:
     """Bytes of a checkpoint: weights, main weights, Adam's moments; of 2bw also the
     shadow weights and, with extrapolation, the working copy."""
     each = bytes_of(cost.precision, plan.grad_reduce_in_bf16)
-    copies = 1 + plan.pipeline.late_step + plan.extrapolate
+    copies = 1 + plan.pipeline.late_step + plan.corrected
     size = copies * ELEMENT[cost.precision] + each.main + each.moments
     return cost.model.trained_parameters() * size
 
@@ -72,7 +72,7 @@ def about(cost: Cost, estimate: Estimate) -> list[str]:
         f"--save-interval {save}: a checkpoint of {size:.3g} GiB every {_time(save * seconds)}. "
         f"--eval-interval {evaluate}: an evaluation every {_time(evaluate * seconds)}.",
     ]
-    if plan.extrapolate:
+    if plan.corrected:
         lines.append(
             "--two-bw-correction auto acts against the delay (docs/convergence.md). `none` switches it off."
         )
