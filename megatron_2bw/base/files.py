@@ -3,7 +3,6 @@ either."""
 
 import csv
 import io
-import itertools
 import json
 import math
 import os
@@ -121,8 +120,9 @@ def set_aside(path: Path) -> None:
         return
     ending = path.suffix if path.is_file() else ""
     stem = path.name.removesuffix(ending)
-    for number in itertools.count(1):
+    number = 0
+    target = path
+    while target.exists():
+        number += 1
         target = path.with_name(f"{stem}.{number}{ending}")
-        if not target.exists():
-            path.rename(target)
-            return
+    path.rename(target)

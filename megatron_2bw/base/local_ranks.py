@@ -29,8 +29,13 @@ MEGATRON = "megatron_2bw.run.start.preload"
 # A rank that calls itself another host passes NCCL's test for two ranks on one GPU: the
 # test compares host and GPU (init.cc of NCCL 2.28 and 2.30). Messages then go through
 # sockets.
-SHARED_GPU = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
-SHARED_GPU |= {"NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
+SHARED_GPU = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NET": "Socket",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+}
 
 
 class WorldError(AssertionError):
@@ -169,7 +174,7 @@ def _end_with_program() -> None:
     os._exit(1)
 
 
-def _log_end(folder: str, rank: int, lines: int = 60) -> str:
+def _log_end(folder: str, rank: int) -> str:
     path = Path(folder, f"log{rank}")
     text = path.read_text().splitlines() if path.exists() else []
-    return "\n".join([f"--- rank {rank}", *text[-lines:]])
+    return "\n".join([f"--- rank {rank}", *text[-60:]])

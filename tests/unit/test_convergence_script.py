@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from filelock import FileLock
-from megatron_2bw.tools.convergence.write_results import (
+from megatron_2bw.tools.convergence.report import (
     STARTED,
     markdown,
     outcome,
