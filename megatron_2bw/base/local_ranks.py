@@ -137,12 +137,14 @@ def _rank_main(
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = log
-    os.environ["RANK"] = str(rank)
-    os.environ["LOCAL_RANK"] = str(rank)
-    os.environ["WORLD_SIZE"] = str(size)
-    os.environ["WORLD_FOLDER"] = folder
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    os.environ["MASTER_PORT"] = str(port)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "WORLD_FOLDER": folder,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     if os.environ.get("MEGATRON_2BW_WORLD_DEVICE") == "cuda":
         os.environ.update(on_gpu(rank, size, torch.cuda.device_count()))
     # where a run without a folder of its own writes its output
