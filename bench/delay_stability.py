@@ -12,8 +12,6 @@ the variance of x under noise in the gradients, and that of its distance to a mi
 that moves at random.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import sys

@@ -9,8 +9,6 @@ check that fails stays in the table. The measured tables are in bench/measured/,
 sources in docs/planner_accuracy.md. The status is 1 if a check fails.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -22,10 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench import planner_published as published
 from bench.planner_checks import Check, check, table
 from bench.tables import new_parser, write_result
-from megatron_2bw.base.errors import list_of
 from megatron_2bw.tools.planner.cost.simulated import Cost
 from megatron_2bw.tools.planner.descriptions import cluster, model
-from megatron_2bw.tools.planner.descriptions.plan import Plan
 from megatron_2bw.tools.planner.find import advice
 from megatron_2bw.tools.planner.find.search import Search
 from megatron_2bw.tools.planner.find.space import Space
@@ -73,57 +69,45 @@ def search_row(shape: model.Model, servers: cluster.Cluster, batch: int) -> dict
         "model": shape.name,
         "GPUs": servers.gpus,
         "batch": batch,
-        "best": described(plans[0]),
+        "best": plans[0].title,
         "simulated plans": search.examined,
         "seconds": round(seconds, 2),
         "with the words": round(time.process_time() - begun, 2),
     }
 
 
-def described(plan: Plan) -> str:
-    recompute = "" if plan.recompute == "none" else f", {plan.recompute} recompute"
-    order = ", pipelines inside servers" if plan.pipeline_inside else ""
-    sizes = f"t{plan.tensor} d{plan.depth} w{plan.width} b{plan.microbatch} m{plan.microbatches}"
-    return f"{plan.schedule_name} {sizes}{recompute}{order}"
-
-
 def precision_of(servers: cluster.Cluster) -> str:
     return "bf16" if servers.device.bf16 else "fp16"
 
 
-SECTIONS = {
-    "vtrain": published.vtrain,
-    "zero-bubble-table": published.zero_bubble_table,
-    "megatron-2021": published.megatron_2021,
-    "korthikanti-2022": published.korthikanti_2022,
-    "kernels": published.kernels,
-    "links": published.links,
-    "golden": published.golden,
-    "b200": published.b200,
-    "multi-node": published.multi_node,
-    "others": published.others,
-    "search-time": search_time,
-}
+SECTIONS = (
+    published.vtrain,
+    published.zero_bubble_table,
+    published.megatron_2021,
+    published.korthikanti_2022,
+    published.kernels,
+    published.links,
+    published.golden,
+    published.b200,
+    published.multi_node,
+    published.others,
+    search_time,
+)
 
 
 def main() -> int:
-    parser = new_parser(__doc__, "planner_accuracy")
-    every = list(SECTIONS)
-    parser.add_argument(
-        "--sections", type=list_of(every), default=every, metavar="NAME,..."
-    )
-    options = parser.parse_args()
+    options = new_parser(__doc__, "planner_accuracy").parse_args()
     checks = []
     failed = 0
-    for section in options.sections:
-        for entry in SECTIONS[section]():
+    for section in SECTIONS:
+        for entry in section():
             checks.append(asdict(entry))
             failed += not entry.holds
             verdict = "holds" if entry.holds else "FAILS"
             line = f"{verdict}  {entry.name}: {entry.result} (bar: {entry.bar})"
             print(line, flush=True)
     machine = {"cores": os.cpu_count()}
-    content = {"machine": machine, "sections": options.sections, "checks": checks}
+    content = {"machine": machine, "checks": checks}
     write_result(options.json, content)
     print(f"{len(checks) - failed} of {len(checks)} hold")
     return 1 if failed else 0

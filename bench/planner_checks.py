@@ -1,8 +1,6 @@
 """What the sections of planner_accuracy.py share: a check, the published tables, the
 planner's costs and plans."""
 
-from __future__ import annotations
-
 import csv
 import json
 from dataclasses import dataclass, fields

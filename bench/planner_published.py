@@ -1,8 +1,6 @@
 """Checks of the planner against published measurements of other systems, and of its
 constants of GPUs and links."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import statistics

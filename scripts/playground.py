@@ -1,7 +1,7 @@
 """Builds the page docs/playground into a folder for any static host, and serves it on
 this host.
 
-python scripts/playground.py [--out build/playground] [--port 8000 | --no-serve]
+python scripts/playground.py [--out build/playground] [--port 8000]
 
 The folder holds index.html with all modules and the first answer, grid.js with the
 answers of the presets and of small sizes, the package as a zip file, and Pyodide from
@@ -150,16 +150,14 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "playground")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--no-serve", action="store_true")
     options = parser.parse_args()
 
     def work() -> None:
         build(options.out)
         print(f"wrote {options.out}", flush=True)
-        if not options.no_serve:
-            with served(options.out, options.port) as address:
-                print(f"{address} (Ctrl-C ends it)", flush=True)
-                threading.Event().wait()
+        with served(options.out, options.port) as address:
+            print(f"{address} (Ctrl-C ends it)", flush=True)
+            threading.Event().wait()
 
     return run_program(parser.prog, work)
 

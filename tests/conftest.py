@@ -5,8 +5,6 @@ with messages over NCCL. `--device stand-in` does so on tests/device: torch's CU
 without a GPU.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import shutil

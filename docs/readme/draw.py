@@ -8,8 +8,6 @@ results.png shows docs/bench/all_schedules.json, which docs/efficiency.md tells 
 measure.
 """
 
-from __future__ import annotations
-
 import json
 from operator import itemgetter
 from pathlib import Path

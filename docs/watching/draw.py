@@ -10,8 +10,6 @@ devices. Reads the scalars of --tensorboard-dir, copies the picture of --two-bw-
 and prints a line of each log and the mean shares.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import statistics

@@ -1,8 +1,6 @@
 """megatron-2bw convergence from end to end: real runs of a tiny GPT, ended in the
 middle of one, and gone on with."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 """TensorBoard has the log's loss, gradient norm, bubble, memory by stage and tokens per
 second; a trace all actions."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

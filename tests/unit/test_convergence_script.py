@@ -8,6 +8,11 @@ import sys
 
 import pytest
 from filelock import FileLock
+
+from megatron_2bw.base.errors import UserError
+from megatron_2bw.tools.convergence import options as convergence_options
+from megatron_2bw.tools.convergence import run as convergence
+from megatron_2bw.tools.convergence.options import Run, command, grid, parse_options
 from megatron_2bw.tools.convergence.report import (
     STARTED,
     markdown,
@@ -16,11 +21,6 @@ from megatron_2bw.tools.convergence.report import (
     summarize,
     too_large,
 )
-
-from megatron_2bw.base.errors import UserError
-from megatron_2bw.tools.convergence import options as convergence_options
-from megatron_2bw.tools.convergence import run as convergence
-from megatron_2bw.tools.convergence.options import Run, command, grid, parse_options
 
 
 def line(end: int, loss: str = "5.0E+00", skipped: int = 0) -> str:
