@@ -40,7 +40,6 @@ PROFILE = replace(
     MEASURED,
     blocks=(BlockTime(1, 1e-3, 2e-3),),
     output=(BlockTime(1, 1e-3, 2e-3),),
-    inside=None,
 )
 PROFILED = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "

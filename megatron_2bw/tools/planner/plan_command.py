@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw plan") -> 
     try:
         return commands[name](expand_files(words), prog)
     except UserError as error:
-        return 2 if error.reported_elsewhere else usage_error(prog, error)
+        usage_error(prog, error)
     except BrokenPipeError:  # the reader of the output has ended, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -360,7 +360,7 @@ def _cloud(result: explain.Result) -> list[Estimate]:
 
 
 def run_profile(words: list[str], prog: str) -> int:
-    description = "Times one layer, the output layer, the optimizer and, under torchrun, the links on this machine."
+    description = "Times one layer, the output layer and the optimizer on this machine."
     parser = Parser(prog=prog, description=description, allow_abbrev=False)
     inputs.add_model_flags(parser)
     blocks.add_flags(parser)

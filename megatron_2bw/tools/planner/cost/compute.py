@@ -76,19 +76,16 @@ class Compute:
         """One layer of the plan's microbatch, with tensor-parallel collectives and
         recompute."""
         forward, backward = self._kernels(plan)
-        # A measured block contains the host's time, and the messages between its ranks.
-        measured = self._measured_with(plan.tensor)
+        # A block that was measured contains the host's time. Its split over
+        # tensor-parallel ranks has launches of its own.
+        measured = self.profile is not None and plan.tensor == 1
         launch = 0.0
         if not measured:
             launches = ADAPTED * bool(self.model.adapter_rank)
             launches += ROUTED * bool(self.model.experts)
             launch = self.launch * (1 + launches)
         pair = self._tensor_messages(plan)
-        if measured:
-            pair = min(pair, forward, backward)
-            forward -= pair
-            backward -= pair
-        elif plan.tensor > 1:
+        if plan.tensor > 1:
             launch += (4 if plan.sequence_parallel else 2) * self.collective_launch
         # to the experts and back; with tensor parallelism each rank sends its part of
         # the sequence
@@ -128,9 +125,6 @@ class Compute:
             seconds += count / 2 * routed
         return seconds
 
-    def _measured_with(self, tensor: int) -> bool:
-        return self.profile is not None and self.profile.measured_with(tensor)
-
     def layout(self, plan: Plan) -> Layout:
         return layout(
             plan.tensor,
@@ -158,16 +152,14 @@ class Compute:
         return (plan.context - 1) * max(step - attention, 0.0)
 
     def _kernels(self, plan: Plan) -> tuple[float, float]:
-        """(forward, backward) of one layer's kernels; with messages if they were
-        measured with so many ranks."""
+        """(forward, backward) of one layer's kernels."""
         tensor = plan.tensor
         adapters = self.model.adapter_rank
         if self.profile:
-            share = 1 if self._measured_with(tensor) else tensor
-            forward, backward = self.profile.layer(plan.samples, tensor // share)
+            forward, backward = self.profile.layer(plan.samples)
             if adapters:  # the gradients of the inputs alone
                 backward = forward
-            return forward / share, backward / share
+            return forward / tensor, backward / tensor
         traffic = TRAFFIC * self.memory.activations(plan) / self.bytes
         traffic += KERNELS * self.cluster.device.kernel_us * 1e-6
         attention = self._attention(plan)
@@ -221,10 +213,9 @@ class Compute:
         vocab = self.model.padded_vocab(plan.tensor)
         adapters = self.model.adapter_rank
         if self.profile:
-            ranks = plan.tensor if self._measured_with(plan.tensor) else 1
-            there = replace(self.model, vocab=self.profile.vocab).padded_vocab(ranks)
-            share = vocab / there * ranks / plan.tensor
-            forward, backward = self.profile.output_layer(plan.samples, ranks)
+            there = replace(self.model, vocab=self.profile.vocab).padded_vocab(1)
+            share = vocab / there / plan.tensor
+            forward, backward = self.profile.output_layer(plan.samples)
             return MicrobatchTime(
                 forward * share, (forward if adapters else backward) * share
             )

@@ -39,7 +39,7 @@ class Link(Described):
     gb_s: Positive
     latency_us: Amount  # of one message
     rails: Count = 1  # network cards of the server; one message uses one of them
-    measured: bool = False  # by `megatron-2bw plan profile`
+    measured: bool = False  # on these machines, as with nccl-tests
     pair_gb_s: Amount = 0.0  # inside a server, in a ring of 2 of its GPUs; 0: as gb_s
     four_gb_s: Amount = 0.0  # in a ring of 3 or 4 of them; 0: as gb_s
     # inside a server, of one message between two GPUs; 0: as in a ring of 2

@@ -158,17 +158,10 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
             raise UserError(
                 f"{flag(name)}: --cluster {options.cluster} has groups of different GPUs; leave it out"
             )
-    inside = cluster.inside
-    between = cluster.between
-    if profile:
-        inside = profile.inside or inside
-        if profile.between:
-            between = replace(profile.between, rails=between.rails)
     return replace(
         cluster,
         servers=servers,
         gpus_per_server=per_server,
         profile=profile,
-        inside=inside,
-        between=options.link or between,
+        between=options.link or cluster.between,
     )
