@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -52,7 +52,6 @@ class Layout:
     ends           the first and the last stage of one pipeline (tied embeddings)
     boundaries     concurrent messages that leave one server over the boundary behind
                    each stage; 0 if all stay inside
-    servers        of the ranks of each stage
     """
 
     tensor: Group
@@ -62,7 +61,6 @@ class Layout:
     context: Group
     experts: Group
     same: Group
-    servers: tuple[tuple[int, ...], ...] = field(compare=False)
 
 
 @lru_cache(maxsize=4096)
@@ -89,17 +87,13 @@ def layout(
     parts = range(0, each, tensor)
     replicas = [(pipeline, part) for pipeline in range(width) for part in parts]
     boundaries = []
-    servers = []
     for stage in range(depth):
         leaving = Counter[int]()
-        places = set()
         for pipeline, part in replicas:
             here = server(stage, pipeline, part)
             if here != server((stage + 1) % depth, pipeline, part):
                 leaving[here] += tensor
-            places |= {here, server(stage, pipeline, part + tensor - 1)}
         boundaries.append(min(max(leaving.values(), default=0), gpus_per_server))
-        servers.append(tuple(sorted(places)))
     data = [server(0, *replica) for replica in replicas]
     ends = Group(2, 1, 1)
     if server(0, 0) != server(depth - 1, 0):
@@ -114,7 +108,6 @@ def layout(
         context=_group([server(0, 0, part) for part in parts], gpus),
         experts=_group(data[:expert], gpus),
         same=_group(data[::expert], gpus),
-        servers=tuple(servers),
     )
 
 

@@ -11,7 +11,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
 from operator import attrgetter
 
 from megatron_2bw.tools.planner.cost.bounds import lower_bound, warmup_for
@@ -35,7 +34,7 @@ from megatron_2bw.tools.planner.cost.memory import (
     communicators,
     megatrons_communicators,
 )
-from megatron_2bw.tools.planner.descriptions.cluster import Cluster, Device, weakest
+from megatron_2bw.tools.planner.descriptions.cluster import Cluster
 from megatron_2bw.tools.planner.descriptions.model import Model
 from megatron_2bw.tools.planner.descriptions.plan import Plan, by_fields
 from megatron_2bw.tools.timelines.simulator import Times, long_iteration_time
@@ -63,8 +62,6 @@ STEP = (
     "first last stages grad_reduce_in_bf16 host"
 )
 
-_weakest = lru_cache(maxsize=1024)(weakest)
-
 
 @dataclass(frozen=True)
 class Split:
@@ -82,13 +79,13 @@ class Split:
 @dataclass(frozen=True)
 class Estimate:
     """A plan with its predicted seconds per iteration, their causes, and by stage the
-    bytes taken and allowed."""
+    bytes taken; `capacity` bytes are allowed."""
 
     plan: Plan
     seconds: float
     split: Split
     memory: tuple[StageMemory, ...]
-    capacities: tuple[float, ...]
+    capacity: float
 
     @property
     def throughput(self) -> float:
@@ -102,19 +99,8 @@ class Estimate:
 
     @property
     def headroom(self) -> float:
-        """Bytes that the memory margin allows and the fullest stage does not use."""
-        stages = zip(self.capacities, self.memory)
-        return min(room - stage.total for room, stage in stages)
-
-    @property
-    def fullest(self) -> tuple[float, float]:
-        """Bytes taken and allowed on the stage that takes the largest share of what it
-        may."""
-        shares = [
-            stage.total / room for stage, room in zip(self.memory, self.capacities)
-        ]
-        place = shares.index(max(shares))
-        return self.memory[place].total, self.capacities[place]
+        """Bytes that the memory margin allows and the heaviest stage does not use."""
+        return self.capacity - self.heaviest
 
 
 @dataclass(frozen=True)
@@ -173,7 +159,6 @@ class Cost:
             self.torch_adam = on_gpus and measured
         self.channels = self.cluster.inside.channels
         self._seconds: dict[Plan, float] = {}
-        self._others: dict[Device, Compute] = {}
         self.compute = Compute(self.model, self.cluster, self.precision, self.flash)
         engine = on_gpus and device.capability >= ENGINE_FROM
         self.memory = Memory(
@@ -194,29 +179,17 @@ class Cost:
     def fits(self, plan: Plan) -> bool:
         if plan.host and not self.host_holds(plan):
             return False
-        if not self.cluster.devices and self.spare >= 0:
-            return self.memory.heaviest(plan) + self.spare_bytes <= self.allowed(plan)
-        for stage, room in zip(self.memory.stages(plan), self._rooms(plan)):
-            if max(stage.total + self.spare_bytes, stage.certain) > room:
-                return False
-        return True
+        room = self.allowed(plan)
+        if self.memory.heaviest(plan) + self.spare_bytes > room:
+            return False
+        if self.spare >= 0:
+            return True
+        return max(stage.certain for stage in self.memory.stages(plan)) <= room
 
     def host_holds(self, plan: Plan) -> bool:
         """Whether the host has memory for the plan's optimizer."""
-        for stage, size in enumerate(self.memory.host_bytes(plan)):
-            if size > self.device(plan, stage).host_memory_gib * GIB:
-                return False
-        return True
-
-    def _rooms(self, plan: Plan) -> tuple[float, ...]:
-        """Bytes that each stage may take."""
-        weakest_room = self.allowed(plan)
-        rooms = []
-        for stage in range(plan.depth):
-            device = self.device(plan, stage)
-            further = device.memory_gib - self.cluster.device.memory_gib
-            rooms.append(weakest_room + self._share * further * GIB)
-        return tuple(rooms)
+        room = self.cluster.device.host_memory_gib * GIB
+        return max(self.memory.host_bytes(plan)) <= room
 
     def allowed(self, plan: Plan) -> float:
         """Bytes that a stage of the plan may take: the capacity, less the communicators
@@ -285,50 +258,16 @@ class Cost:
             bubble=max(alone - work - update, 0.0),
         )
         stages = tuple(self.memory.stages(plan))
-        return Estimate(plan, seconds, split, stages, self._rooms(plan))
+        return Estimate(plan, seconds, split, stages, self.allowed(plan))
 
     @by_fields(STAGES)
     def stages(self, plan: Plan) -> list[MicrobatchTime]:
         """Work of one microbatch on each stage."""
-        computes = self._computes(plan)
-        works = []
-        for compute, layers in zip(computes, plan.layers_of(self.model)):
-            works.append(compute.layer(plan) * layers)
-        works[0] = works[0] + computes[0].embedding(plan)
-        works[-1] = works[-1] + computes[-1].output(plan)
+        layer = self.compute.layer(plan)
+        works = [layer * layers for layers in plan.layers_of(self.model)]
+        works[0] = works[0] + self.compute.embedding(plan)
+        works[-1] = works[-1] + self.compute.output(plan)
         return works
-
-    def device(self, plan: Plan, stage: int) -> Device:
-        """The weakest GPU of a stage, on which its other replicas wait."""
-        devices = self.cluster.devices
-        if not devices:
-            return self.cluster.device
-        servers = self.compute.layout(plan).servers[stage]
-        return _weakest(tuple(devices[server] for server in servers))
-
-    def _computes(self, plan: Plan) -> list[Compute]:
-        """The times of each stage's GPU."""
-        if not self.cluster.devices:
-            return [self.compute] * plan.depth
-        return [
-            self.compute_of(self.device(plan, stage)) for stage in range(plan.depth)
-        ]
-
-    def compute_of(self, device: Device) -> Compute:
-        if device not in self._others:
-            on = replace(self.cluster, device=device, devices=())
-            self._others[device] = Compute(self.model, on, self.precision, self.flash)
-        return self._others[device]
-
-    @cached_property
-    def fastest(self) -> Cost:
-        """These costs where all GPUs have the best figures of any: its times and
-        capacity are bounds."""
-        if not self.cluster.devices:
-            return self
-        device = weakest(self.cluster.devices, strongest=True)
-        cluster = replace(self.cluster, device=device, devices=())
-        return replace(self, cluster=cluster)
 
     def times(self, plan: Plan) -> Times:
         """The simulator's durations."""
@@ -496,18 +435,16 @@ class Cost:
             words = self.model.padded_vocab(plan.tensor) * self.model.hidden
             words = words / plan.tensor * size.gradient
             ends = all_reduce(self.cluster, self.compute.layout(plan).ends, words)
+        compute = self.compute
         update = []
-        for compute, counts in zip(self._computes(plan), self._parameters(plan)):
-            parameters, _, owned = counts
+        for parameters, _, owned in self._parameters(plan):
             if plan.host:
                 update.append(compute.host_update(owned, size.gradient, size.weight))
             else:
                 update.append(compute.update(parameters, owned))
-        gather = (
-            max(self._over_replicas(plan, scatter_or_gather, size.weight))
-            if sharded
-            else 0.0
-        )
+        gather = 0.0
+        if sharded:
+            gather = max(self._over_replicas(plan, scatter_or_gather, size.weight))
         reduce = self._over_replicas(plan, collective, size.gradient)
         return _Step(reduce, ends, update, gather)
 

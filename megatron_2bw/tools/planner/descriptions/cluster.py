@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -148,26 +148,15 @@ class Cluster:
     name: str
     servers: int
     gpus_per_server: int
-    device: Device  # the `weakest` one if they differ
+    device: Device
     inside: Link
     between: Link
     # measured times of blocks
     profile: Profile | None = field(default=None, compare=False)
-    # the GPUs of each server, in the order of ranks, if they differ
-    devices: tuple[Device, ...] = ()
 
     def part(self, servers: int, gpus_per_server: int) -> Cluster:
         """The first `servers` servers, with so many GPUs each."""
-        devices = self.devices[:servers]
-        device = weakest(devices) if devices else self.device
-        devices = devices if len({*devices}) > 1 else ()
-        return replace(
-            self,
-            servers=servers,
-            gpus_per_server=gpus_per_server,
-            device=device,
-            devices=devices,
-        )
+        return replace(self, servers=servers, gpus_per_server=gpus_per_server)
 
     @property
     def gpus(self) -> int:
@@ -183,18 +172,14 @@ _HIGHER_IS_WEAKER = (
 )
 
 
-def weakest(devices: Iterable[Device], strongest: bool = False) -> Device:
-    """A device with the lowest of each figure; or with the highest."""
-    kinds = [*dict.fromkeys(devices)]
-    names = dict.fromkeys(device.name for device in kinds)
-    figures: dict[str, Any] = {"name": " and ".join(names)}
+def weakest(devices: Sequence[Device]) -> Device:
+    """The slowest of the devices, with the lowest of each figure."""
+    figures: dict[str, Any] = {}
     for entry in fields(Device):
         if entry.type != "str":
-            low = strongest == (entry.name in _HIGHER_IS_WEAKER)
-            values = map(attrgetter(entry.name), kinds)
-            figures[entry.name] = min(values) if low else max(values)
-    figures["flash"] = all(device.flash for device in kinds)
-    return replace(kinds[0], **figures)
+            worst = max if entry.name in _HIGHER_IS_WEAKER else min
+            figures[entry.name] = worst(map(attrgetter(entry.name), devices))
+    return replace(min(devices, key=attrgetter("tflops")), **figures)
 
 
 _DATA = presets("clusters.toml")

@@ -153,11 +153,6 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
             f"{cluster.gpus_per_server}"
         )
     profile = Profile.load(options.profile) if options.profile else cluster.profile
-    for name, value in (("servers", options.servers), ("profile", profile)):
-        if value and cluster.devices:
-            raise UserError(
-                f"{flag(name)}: --cluster {options.cluster} has groups of different GPUs; leave it out"
-            )
     return replace(
         cluster,
         servers=servers,

@@ -3,7 +3,7 @@ Python."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from operator import attrgetter
@@ -203,14 +203,6 @@ class Plan:
         if not self.stages:
             return None
         return f"E{'|'.join(f't*{layers}' for layers in self.stages)}L"
-
-    def with_layers(self, stages: Sequence[int]) -> Plan:
-        """The plan with so many layers on each stage."""
-        if len({*stages}) == 1:
-            return self.changed(first=0, last=0, stages=())
-        if len({*stages[1:-1]}) < 2:
-            return self.changed(first=stages[0], last=stages[-1], stages=())
-        return self.changed(first=0, last=0, stages=tuple(stages))
 
     def flags(self, precision: str = "bf16") -> list[str]:
         """Megatron's and this project's flags of the configuration."""

@@ -17,16 +17,12 @@ from dataclasses import replace
 
 from megatron_2bw.tools.planner.cost.bounds import work_bound
 from megatron_2bw.tools.planner.cost.simulated import Cost
-from megatron_2bw.tools.planner.descriptions.cluster import Device
 from megatron_2bw.tools.planner.descriptions.plan import Plan, by_fields
 from megatron_2bw.tools.planner.find.legality import (
     may_divide_sequences,
     violations,
 )
 from megatron_2bw.tools.planner.find.space import LATE, Space
-
-# layers by which a stage may differ from its share, on clusters of different GPUs
-WIDER = 2
 
 
 class Search:
@@ -96,7 +92,7 @@ class Search:
 
     def _divide(self, shape: Plan) -> None:
         """Enter the divisions of a shape's layers."""
-        if self._least_memory(shape) > self.cost.fastest.capacity:
+        if self._least_memory(shape) > self.cost.capacity:
             self.too_large.append(self._leanest(shape))
             return
         for split in self.split(shape):
@@ -144,7 +140,7 @@ class Search:
     def _shape_bound(self, plan: Plan) -> float:
         """Seconds per sample if the stages had equal work and never waited."""
         one_stage = replace(plan, depth=1, width=plan.width * plan.depth)
-        (work,) = self.cost.fastest.stages(one_stage)
+        (work,) = self.cost.stages(one_stage)
         return work.total / (plan.depth * plan.microbatch * plan.width)
 
     def _leanest(self, shape: Plan) -> Plan:
@@ -167,16 +163,12 @@ class Search:
 
     def _split_bound(self, plan: Plan) -> float:
         """Seconds per sample if the busiest stage never waited."""
-        longest = max(work.total for work in self.cost.fastest.stages(plan))
+        longest = max(work.total for work in self.cost.stages(plan))
         return longest / (plan.microbatch * plan.width)
 
     def _work_bound(self, plan: Plan) -> float:
         """Seconds per sample of the stages' computation and of the end of a batch."""
-        orders = [plan]
-        if self.cost.cluster.devices:
-            orders.append(plan.changed(pipeline_inside=True))
-        works = map(self.cost.stages, orders)
-        seconds = min(work_bound(plan, work) for work in works)
+        seconds = work_bound(plan, self.cost.stages(plan))
         reduction, update = self._least_end(plan)
         if plan.schedule == "2bw":
             seconds = max(seconds, reduction)
@@ -251,47 +243,14 @@ class Search:
     def split(self, shape: Plan) -> Iterator[Plan]:
         """The shape with its layers divided."""
         whole_stages = shape.recompute_layers > 1
-        for split in self.layouts(shape):
+        for first, last in self.splits(shape.depth):
+            split = shape.changed(first=first, last=last)
             longest = max(split.layers_of(self.model))
             if not whole_stages:
                 yield split
             # with one layer a stage it is "full"
             elif longest > 1 or "full" not in self.space.recompute:
                 yield split.changed(recompute_layers=longest)
-
-    def layouts(self, shape: Plan) -> Iterator[Plan]:
-        """The shape with layers on each stage. Stages between the ends have as many as
-        the others on the same GPUs."""
-        devices = []
-        if self.cost.cluster.devices:
-            for stage in range(shape.depth):
-                devices.append(self.cost.device(shape, stage))
-        if len({*devices}) > 1 and self.space.uneven:
-            yield from self._layouts_by_speed(shape, devices)
-            return
-        for first, last in self.splits(shape.depth):
-            yield shape.changed(first=first, last=last)
-
-    def _layouts_by_speed(self, shape: Plan, devices: list[Device]) -> Iterator[Plan]:
-        """By its speed each GPU has a share of the layers; a stage may have up to WIDER
-        more or less."""
-        layers = self.model.layers
-        totals = {}
-        for device in devices:
-            totals[device] = self.cost.compute_of(device).layer(shape).total
-        each = layers / sum(1 / totals[device] for device in devices)
-        near = {}
-        for device, total in totals.items():
-            least = max(math.floor(each / total) - WIDER, 1)
-            near[device] = range(least, math.ceil(each / total) + WIDER + 1)
-        middle = [*dict.fromkeys(devices[1:-1])]
-        for counts in itertools.product(*map(near.get, middle)):
-            count_of = dict(zip(middle, counts))
-            between = [count_of[device] for device in devices[1:-1]]
-            for first in near[devices[0]]:
-                last = layers - sum(between) - first
-                if last in near[devices[-1]]:
-                    yield shape.with_layers([first, *between, last])
 
     def splits(self, depth: int) -> list[tuple[int, int]]:
         """(first, last) layers of uneven stages; (0, 0) for an even split.

@@ -253,15 +253,8 @@ def _tagged(cost: Cost) -> str:
 
 
 def _layers(stages: list[int]) -> str:
-    """Layers of each stage; of the first, each middle and the last stage; or of all:
-    6,3x5,4x3 has 3 stages of 5."""
+    """Layers of each stage, or of the first, each middle and the last stage."""
     first, *middle, last = stages if len(stages) > 1 else stages * 2
-    if len({*middle}) > 1:
-        runs = []
-        for layers, same in itertools.groupby(stages):
-            count = len([*same])
-            runs.append(f"{count}x{layers}" if count > 1 else str(layers))
-        return ",".join(runs)
     if len({*stages}) == 1:
         return str(first)
     return "/".join(map(str, [first, *middle[:1], last]))
@@ -271,8 +264,9 @@ def memory_table(estimate: Estimate) -> str:
     """GiB on the GPUs of every stage, by kind. Successive stages with equal figures
     share a line."""
     rows = []
-    for stage, room in zip(estimate.memory, estimate.capacities):
-        sizes = [*astuple(stage), stage.total, room - stage.total]
+    for stage in estimate.memory:
+        headroom = estimate.capacity - stage.total
+        sizes = [*astuple(stage), stage.total, headroom]
         rows.append([f"{size / GIB:.2f}" for size in sizes])
     lines = [["stage", *KINDS, "total", "headroom"]]
     first = 0
@@ -304,8 +298,8 @@ def first(result: Result) -> str:
     """The first plan, and what 2bw gains over a flush and costs."""
     winner = result.estimates[0]
     fastest = max(result.estimates, key=attrgetter("throughput"))
-    taken, allowed = winner.fullest
-    sizes = f"{gib(taken)} of {allowed / GIB:.2f} allowed ({ESTIMATED})"
+    allowed = winner.capacity / GIB
+    sizes = f"{gib(winner.heaviest)} of {allowed:.2f} allowed ({ESTIMATED})"
     text = f"Best: {winner.plan.title}, {three(winner.throughput)} samples/s, {sizes}."
     if result.ties > 1 and fastest is not winner:
         text += f" The fastest is {rate(fastest)}: the difference is within the error"

@@ -59,6 +59,6 @@ def _estimate(cost: Cost, estimate: Estimate) -> dict[str, Any]:
         "tokens_per_second": estimate.throughput * cost.model.sequence,
         "split": asdict(estimate.split),
         "memory": memory,
-        "capacity": min(estimate.capacities),
+        "capacity": estimate.capacity,
         "headroom": estimate.headroom,
     }

@@ -69,8 +69,8 @@ def _plan(cost: Cost, estimate: Estimate) -> dict[str, Any]:
         "microbatches": plan.microbatches,
         "recompute": plan.recompute_name,
         "rate": float(three(estimate.throughput)),
-        "fullest": _gib(estimate.fullest),
-        "allowed": _gib(estimate.capacities),
+        "fullest": _gib([estimate.heaviest, estimate.capacity]),
+        "allowed": _gib([estimate.capacity] * plan.depth),
         "memory": [dict(zip(KINDS, _gib(astuple(stage)))) for stage in estimate.memory],
         "split": {
             cause: _short(1e3 * time / plan.global_batch)
