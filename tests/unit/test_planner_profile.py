@@ -92,8 +92,7 @@ def test_a_profile_fits_layers_of_its_shape(changes, flag):
 
 
 def options(path, *words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    measure.add_flags(parser)
+    parser = measure.profile_parser("plan profile")
     return parser.parse_args(["--json", str(path), *words])
 
 

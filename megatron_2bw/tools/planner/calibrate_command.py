@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
 
 from megatron_2bw.base.errors import Parser, UserError
+from megatron_2bw.tools.command_line import TYPES, parser_of
 from megatron_2bw.tools.planner.descriptions.cluster_file import named_cluster, to_yaml
 from megatron_2bw.tools.planner.measure import calibrate as calibration
 from megatron_2bw.tools.planner.measure import runs as measured
@@ -43,20 +43,13 @@ def run_calibrate(words: list[str], prog: str) -> int:
 
 
 def _calibrate_parser(prog: str) -> Parser:
-    columns = f"{', '.join(measured.COLUMNS)}; optional: {', '.join(measured.OPTIONAL)}"
-    endings = ", ".join(name[1:] for name in measured.LOGS)
-    description = (
-        "Fits a cluster's constants to measured runs: rows of a CSV file, or logs of runs "
-        f"(a log's name ends with {endings}; of a folder all logs). Columns of the CSV file: {columns}."
+    parser = parser_of(prog, __file__, TYPES | {"int": int})
+    assert parser.description is not None
+    parser.description = parser.description.format(
+        columns=", ".join(measured.COLUMNS),
+        optional=", ".join(measured.OPTIONAL),
+        endings=", ".join(name[1:] for name in measured.LOGS),
     )
-    parser = Parser(prog=prog, description=description, allow_abbrev=False)
-    add = parser.add_argument
-    runs = "measured runs: a row or a log each"
-    add("runs", type=Path, nargs="+", metavar="RUNS.csv|RUN_DIR|LOG", help=runs)
-    add("--cluster", required=True, metavar="NAME|FILE.yaml")
-    rows = "rows to fit, spread over the file (default: 20; all of logs); the others are predicted. 0 fits none"
-    add("--rows", type=int, help=rows)
-    add("--out", type=Path, metavar="FILE.yaml", help="the fitted cluster")
     return parser
 
 

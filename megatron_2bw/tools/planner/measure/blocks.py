@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from megatron_2bw.base.errors import UserError, file_errors, whole_number
-from megatron_2bw.tools.planner.descriptions.inputs import numbers
+from megatron_2bw.base.errors import Parser, UserError, file_errors
+from megatron_2bw.tools.command_line import TYPES, parser_of
+from megatron_2bw.tools.planner.descriptions.inputs import add_model_flags, numbers
 from megatron_2bw.tools.planner.descriptions.model import Model
 from megatron_2bw.tools.planner.descriptions.profile import MEASURED, BlockTime, Profile
 
@@ -306,33 +306,11 @@ def _time_optimizer(
     return seconds, name
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `megatron-2bw plan profile`, without those of the model."""
-    add = parser.add_argument
-    add(
-        "--json",
-        type=Path,
-        required=True,
-        metavar="PATH",
-        help="the file to write the profile to",
-    )
-    sizes = "sizes to measure (default: 1,2,4,8)"
-    add(
-        "--microbatches",
-        type=numbers,
-        default=(1, 2, 4, 8),
-        metavar="N,...",
-        help=sizes,
-    )
-    default = "default: fp32 on a CPU, bf16 on a GPU that has it, fp16 on others"
-    add("--precision", choices=("fp32", "bf16", "fp16"), help=default)
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add(
-        "--repeats",
-        type=whole_number(1),
-        default=10,
-        help="rounds; their median counts (default: 10)",
-    )
+def profile_parser(prog: str) -> Parser:
+    types = TYPES | {"numbers": numbers}
+    parser = parser_of(prog, __file__, types)
+    add_model_flags(parser)
+    return parser
 
 
 def measure_blocks(options: argparse.Namespace, model: Model) -> int:
