@@ -1,7 +1,5 @@
 """megatron-2bw plan calibrate: fits a cluster to measured runs."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 

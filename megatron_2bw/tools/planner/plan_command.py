@@ -4,8 +4,6 @@ Invariant: bad input ends with status 2 and one line that names the flag. Every 
 plan is legal and fits.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

@@ -6,8 +6,6 @@ is below it. `warmup_for` solves for the opposite: the warm-up with which no suc
 is longer than wanted.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from itertools import accumulate

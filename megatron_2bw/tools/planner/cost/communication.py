@@ -4,8 +4,6 @@ collectives. Pure Python.
 Invariant: all concurrent messages that leave a server share its link.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ The terms of a layer are those of Korthikanti et al. 2022 (arXiv 2205.05198, sec
 with the attention scores, extended to any MLP width, grouped queries and SwiGLU.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache

@@ -4,8 +4,6 @@ Invariant: `lower_bound` is never above `seconds`, so a search that discards pla
 misses none.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from bisect import bisect_left

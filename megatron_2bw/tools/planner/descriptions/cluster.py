@@ -13,9 +13,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_2bw.base.errors import UserError, did_you_mean
+from megatron_2bw.tools.planner.descriptions.profile import Profile
 from megatron_2bw.tools.planner.descriptions.reading import (
     Amount,
     Count,
@@ -24,9 +25,6 @@ from megatron_2bw.tools.planner.descriptions.reading import (
     Share,
     presets,
 )
-
-if TYPE_CHECKING:
-    from megatron_2bw.tools.planner.descriptions.profile import Profile
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Reads and writes the YAML file of a cluster; docs/planner.md shows one."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import asdict, dataclass

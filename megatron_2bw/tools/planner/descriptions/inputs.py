@@ -1,8 +1,6 @@
 """The model and the cluster that a command line describes: presets, files, or
 Megatron's flags."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,8 +1,6 @@
 """The typed reading of the files that describe a model, a cluster or a profile: a
 mapping becomes a dataclass."""
 
-from __future__ import annotations
-
 import tomllib
 from importlib.resources import files
 from typing import Annotated, Any, ClassVar

@@ -5,8 +5,6 @@ Invariant: a plan with gradient delay is first only if it is faster than every e
 plan by more than the error and the delay's cost in convergence.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

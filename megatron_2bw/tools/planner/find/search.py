@@ -6,8 +6,6 @@ order. One queue holds the plans by a lower bound on their time per sample. The 
 tightens in steps: shape, stages, schedule, plan, simulation.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

@@ -6,8 +6,6 @@ little weight. Invariant: the constants keep their physical meaning, so one fit 
 all plans and models.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

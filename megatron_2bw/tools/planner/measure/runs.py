@@ -4,8 +4,6 @@ Invariant: a run has a legal plan and a positive time; UserError names the file,
 line or the argument.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 import statistics

@@ -4,8 +4,6 @@ Invariant: every number is from an Estimate, and every term is marked MEASURED o
 ESTIMATED.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import textwrap

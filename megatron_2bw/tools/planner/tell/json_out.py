@@ -1,8 +1,6 @@
 """The result of a search as plain JSON: all printed figures, and the bytes of every
 stage. Pure Python."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What would fit where no plan does. Pure Python."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Iterator

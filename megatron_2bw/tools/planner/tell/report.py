@@ -5,8 +5,6 @@ Invariant: each number is of an Estimate or of the simulator; the browser draws 
 with timelines/page.
 """
 
-from __future__ import annotations
-
 import operator
 import shlex
 from collections.abc import Sequence
