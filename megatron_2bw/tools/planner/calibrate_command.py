@@ -30,13 +30,15 @@ def run_calibrate(words: list[str], prog: str) -> int:
         if index not in chosen:
             others.append(seconds / runs[index].seconds - 1)
     memory = calibration.memory_errors(cluster, runs)
-    print(f"fitted to {len(fitted_to)} of {len(runs)} runs: {cluster.device}")
+    count = len(fitted_to)
+    print(f"fitted to {count} of {len(runs)} runs: {cluster.device}")
     print(f"{cluster.inside} inside, {cluster.between} between servers")
     _print_errors(f"mean absolute error of the other {len(others)}", others)
     _print_errors("mean absolute error by cross-validation", unseen)
     _print_errors("memory of the heaviest stage, mean absolute error", memory)
     if options.out:
-        to_yaml(replace(cluster, name=f"{cluster.name}, calibrated"), options.out)
+        name = f"{cluster.name}, calibrated"
+        to_yaml(replace(cluster, name=name), options.out)
     return 0
 
 
@@ -64,4 +66,6 @@ def _chosen_rows(options: argparse.Namespace, count: int) -> list[int]:
 def _print_errors(name: str, errors: list[float]) -> None:
     if errors:
         sizes = [*map(abs, errors)]
-        print(f"{name}: {sum(sizes) / len(sizes):.1%}, at most {max(sizes):.1%}")
+        mean = sum(sizes) / len(sizes)
+        largest = max(sizes)
+        print(f"{name}: {mean:.1%}, at most {largest:.1%}")

@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw plan") -> 
     except UserError as error:
         usage_error(prog, error)
     except BrokenPipeError:  # the reader of the output has ended, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
         return 1
 
 
@@ -150,7 +151,8 @@ def planned(options: argparse.Namespace) -> explain.Result | None:
         part = result.fewer
         gpus = cost.cluster.gpus
         idle = f"{gpus - part.gpus} of {gpus} GPUs stay idle"
-        _note(f"{idle}: {part.gpus} are faster ({explain.part_flags(part)})")
+        flags = explain.part_flags(part)
+        _note(f"{idle}: {part.gpus} are faster ({flags})")
         result = _searched(replace(cost, cluster=part), space, options)
     return result
 
@@ -165,11 +167,13 @@ def _searched(
     """Search, and estimate the fastest plans. If no plan fits, print the reason and
     return None."""
     begun = time.monotonic()
-    _note(f"searching the plans of {cost.model.name} on {explain.gpus(cost)} ...")
+    where = explain.gpus(cost)
+    _note(f"searching the plans of {cost.model.name} on {where} ...")
     spaces = [space]
     if options.context is None and cost.flash:
         spaces.append(replace(space, context=None))
-    ways = itertools.product(spaces, dict.fromkeys((cost.spare, 0.0)))
+    spares = dict.fromkeys((cost.spare, 0.0))
+    ways = itertools.product(spaces, spares)
     searches = []
     for way, spare in (*ways, (space, -advice.TIGHT)):
         search = Search(replace(cost, spare=spare), way)
@@ -205,7 +209,8 @@ def run_plan(words: list[str], prog: str) -> int:
     sources = explain.evidence(cost)
     print(explain.text(result), sources, explain.CAVEAT, sep="\n\n")
     print("\nA run of the first plan, as --script and --sbatch write it:")
-    print(*map(explain.wrapped, training.about(cost, best)), sep="\n")
+    for line in training.about(cost, best):
+        print(explain.wrapped(line))
     flags = [*cost.model.flags(), *best.plan.flags(cost.precision)]
     print(f"\nFlags of the first plan:\n  {shlex.join(flags)}")
     _write(options, result)
@@ -227,7 +232,8 @@ def _write(options: argparse.Namespace, result: explain.Result) -> None:
         with file_errors(f"--json {options.json}"):
             options.json.parent.mkdir(parents=True, exist_ok=True)
             write_json(options.json, json_out.as_json(result))
-    for path in (options.script, options.sbatch, options.report, options.json):
+    written = (options.script, options.sbatch, options.report, options.json)
+    for path in written:
         if path:
             _note(f"wrote {path}")
 

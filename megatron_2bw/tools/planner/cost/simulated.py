@@ -220,7 +220,8 @@ class Cost:
         """Simulated seconds of an iteration in the steady state."""
         if plan not in self._seconds:
             times = self.times(plan)
-            self._seconds[plan] = max(_simulated(plan, times), lower_bound(plan, times))
+            simulated = _simulated(plan, times)
+            self._seconds[plan] = max(simulated, lower_bound(plan, times))
         return self._seconds[plan]
 
     def lower_bound(self, plan: Plan) -> float:
@@ -308,7 +309,8 @@ class Cost:
             sum(self.times(plan).backward),
         )
         late = plan.pipeline.late_microbatches or plan.microbatches
-        return late * each - behind, each
+        hidden = late * each
+        return hidden - behind, each
 
     def late(self, plan: Plan) -> int:
         """Late microbatches whose window holds a step, if those of --two-bw-correction
@@ -329,7 +331,8 @@ class Cost:
         would hide too little."""
         if plan.schedule != "2bw" or not self._is_slow(plan):
             return None
-        return lower_bound(plan, replace(self.times(plan), transfer=[0.0] * plan.depth))
+        hidden = replace(self.times(plan), transfer=[0.0] * plan.depth)
+        return lower_bound(plan, hidden)
 
     @by_fields(STAGES)
     def _is_slow(self, plan: Plan) -> bool:
@@ -346,7 +349,8 @@ class Cost:
             return ()
         for extra in self._warmups(plan):
             if plan.depth + sum(extra) <= plan.microbatches:
-                if self.fits(plan.changed(extra_warmup=extra)):
+                hiding = plan.changed(extra_warmup=extra)
+                if self.fits(hiding):
                     return extra
         return ()
 
@@ -363,7 +367,8 @@ class Cost:
         most = bisect_left(range(1, plan.microbatches), True, key=too_large)
         if not most:
             return None
-        return math.ceil(plan.microbatches / math.ceil(plan.microbatches / most))
+        rounds = math.ceil(plan.microbatches / most)
+        return math.ceil(plan.microbatches / rounds)
 
     def _warmups(self, plan: Plan) -> Iterator[tuple[int, ...]]:
         """The least extra warm-up for each of several times of a microbatch, until none
@@ -377,11 +382,11 @@ class Cost:
         transfer = [each.seconds for each in messages]
         cycle = max(works + [each.occupied for each in messages])
         while True:
-            extra = warmup_for(cycle * (1 + MIN_HIDDEN_SHARE), works, transfer)
+            cycle *= 1 + MIN_HIDDEN_SHARE
+            extra = warmup_for(cycle, works, transfer)
             if not any(extra):
                 return
             yield extra
-            cycle *= 1 + MIN_HIDDEN_SHARE
 
     @by_fields(
         "tensor context depth width pipeline_inside microbatch sequence_parallel"
@@ -432,7 +437,8 @@ class Cost:
         if self.model.tied and plan.depth > 1 and not self.model.adapter_rank:
             words = self.model.padded_vocab(plan.tensor) * self.model.hidden
             words = words / plan.tensor * size.gradient
-            ends = all_reduce(self.cluster, self.compute.layout(plan).ends, words)
+            group = self.compute.layout(plan).ends
+            ends = all_reduce(self.cluster, group, words)
         compute = self.compute
         update = []
         for parameters, _, owned in self._parameters(plan):
@@ -454,7 +460,8 @@ class Cost:
         place = self.compute.layout(plan)
         seconds = []
         for parameters, experts, _ in self._parameters(plan):
-            taken = collective(self.cluster, place.data, (parameters - experts) * size)
+            others = (parameters - experts) * size
+            taken = collective(self.cluster, place.data, others)
             if experts:
                 taken += collective(self.cluster, place.same, experts * size)
             seconds.append(taken)
@@ -504,8 +511,9 @@ class Cost:
         rate = self.cluster.device.pcie_gb_s * 1e9
         size = bytes_of(self.precision, plan.grad_reduce_in_bf16).gradient
         waits = []
-        for seconds, work, counts in zip(reduce, works, self._parameters(plan)):
-            _, _, owned = counts
+        for stage, (_, _, owned) in enumerate(self._parameters(plan)):
+            seconds = reduce[stage]
+            work = works[stage]
             copies = owned * size / rate if plan.host else 0.0
             hidden = max(0.0, seconds - work.forward)
             waits.append(max(hidden, seconds + copies - work.total))
@@ -519,6 +527,8 @@ class Cost:
         least = max(BUCKET, BUCKET_OF_REPLICA * plan.replicas)
         buckets = math.ceil(parameters / least)
         collective = scatter_or_gather if plan.distributed_optimizer else all_reduce
-        start = collective(self.cluster, self.compute.layout(plan).data, 0.0)
+        group = self.compute.layout(plan).data
+        start = collective(self.cluster, group, 0.0)
         seconds += (buckets - 1) * start
-        return max(seconds - hidden * (1 - 1 / buckets), seconds / buckets)
+        overlapped = hidden * (1 - 1 / buckets)
+        return max(seconds - overlapped, seconds / buckets)

@@ -48,14 +48,17 @@ class Link(Described):
     def rate(self, sharers: int, cards: int = 1) -> float:
         """Bytes per second of one of `sharers` concurrent messages, each over `cards`
         cards."""
-        return self.gb_s * 1e9 * min(1 / sharers, cards / self.rails, 1)
+        share = min(1 / sharers, cards / self.rails, 1)
+        return self.gb_s * 1e9 * share
 
     def share(self, servers: int) -> float:
         """The part of the rate that a collective over so many servers reaches; between
         2 and 16 servers by their logarithm."""
         if not self.many_gb_s:
             return 1
-        return (self.many_gb_s / self.gb_s) ** min(math.log2(servers / 2) / 3, 1)
+        least = self.many_gb_s / self.gb_s
+        between = math.log2(servers / 2) / 3
+        return least ** min(between, 1)
 
     def among(self, gpus: int) -> float:
         """Bytes per second of one of `gpus` GPUs of a server in their ring."""
@@ -86,8 +89,11 @@ class Link(Described):
             "4 GPUs": self.four_gb_s,
             "a message": self.message_gb_s,
         }
-        others = ", ".join(f"{name} {rate:.4g}" for name, rate in rates.items() if rate)
-        others = f" ({others})" if others else ""
+        given = []
+        for name, rate in rates.items():
+            if rate:
+                given.append(f"{name} {rate:.4g}")
+        others = f" ({', '.join(given)})" if given else ""
         return f"{self.gb_s:.4g} GB/s{others}, {self.latency_us:.4g} us"
 
 
@@ -176,8 +182,10 @@ def weakest(devices: Sequence[Device]) -> Device:
     for entry in fields(Device):
         if entry.type != "str":
             worst = max if entry.name in _HIGHER_IS_WEAKER else min
-            figures[entry.name] = worst(map(attrgetter(entry.name), devices))
-    return replace(min(devices, key=attrgetter("tflops")), **figures)
+            values = map(attrgetter(entry.name), devices)
+            figures[entry.name] = worst(values)
+    slowest = min(devices, key=attrgetter("tflops"))
+    return replace(slowest, **figures)
 
 
 _DATA = presets("clusters.toml")
@@ -201,12 +209,15 @@ def network(text: str) -> Link:
     pattern = r"(?:(\d+)x)?(?:(\d+(?:\.\d+)?)(?:gbit|gbe)|(ib-\w+))"
     match = re.fullmatch(pattern, text.lower())
     cards, rate, name = match.groups() if match else (None, None, None)
-    total = int(cards or 1) * (INFINIBAND.get(name or "", 0) or float(rate or 0))
+    count = int(cards or 1)
+    each = INFINIBAND.get(name or "", 0) or float(rate or 0)
+    total = count * each
     if not total:
         raise argparse.ArgumentTypeError(
             f"{text}: give a rate, 100gbit or 8x400gbit, or {', '.join(INFINIBAND)}"
         )
-    return Link(0.8 * total / 8, 20 if name else 50, int(cards or 1))
+    latency = 20 if name else 50
+    return Link(0.8 * total / 8, latency, count)
 
 
 def preset(name: str, servers: int) -> Cluster:

@@ -128,7 +128,9 @@ def dense_layers(frequency: str | int | list[int]) -> int:
 
 def _named_model(name: str, sequence: int | None) -> Model:
     """The model of --model: a preset, a config.json, or its folder."""
-    path = Path(name, "config.json") if os.path.isdir(name) else Path(name)
+    path = Path(name)
+    if path.is_dir():
+        path /= "config.json"
     if path.suffix != ".json" and not os.path.isfile(path):
         return models.preset(name, sequence)
     model = from_hugging_face(path, sequence)

@@ -55,4 +55,5 @@ def described[Kind](kind: type[Kind], entries: Any, where: str) -> Kind:
         return TypeAdapter(kind).validate_python({} if entries is None else entries)
     except ValidationError as error:
         fault = error.errors(include_input=False)[0]
-    raise UserError(f"{where}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}")
+    entry = ".".join(map(str, fault["loc"]))
+    raise UserError(f"{where}: {entry}: {fault['msg']}")

@@ -56,7 +56,8 @@ class Search:
     def __iter__(self) -> Iterator[tuple[float, Plan]]:
         """Search, once."""
         for plan in self.shapes():
-            self._put(self._shape_bound(plan), "shape", plan)
+            least = self._shape_bound(plan)
+            self._put(least, "shape", plan)
         yielded: set[tuple] = set()
         while self._queue:
             bound, _, state, plan = heapq.heappop(self._queue)
@@ -66,7 +67,8 @@ class Search:
                 self._divide(plan)
             elif state == "split":
                 for scheduled in self._schedules(plan):
-                    self._put(self._work_bound(scheduled), "schedule", scheduled)
+                    least = self._work_bound(scheduled)
+                    self._put(least, "schedule", scheduled)
             elif state == "schedule":
                 self._vary(bound, plan)
             elif self.distinct and _key(plan) in yielded:
@@ -76,13 +78,15 @@ class Search:
                 if extra:
                     self._put_bound(bound, plan.changed(extra_warmup=extra))
             elif state == "bound":
-                self._simulate(bound, plan.changed(late=self.cost.late(plan)))
+                late = self.cost.late(plan)
+                self._simulate(bound, plan.changed(late=late))
             else:
                 yielded.add(_key(plan))
                 yield bound, plan
 
     def _put(self, bound: float, state: str, plan: Plan) -> None:
-        heapq.heappush(self._queue, (bound, next(self._number), state, plan))
+        entry = (bound, next(self._number), state, plan)
+        heapq.heappush(self._queue, entry)
 
     def _put_bound(self, bound: float, plan: Plan) -> None:
         least = self.cost.lower_bound(plan) / plan.global_batch
@@ -105,7 +109,8 @@ class Search:
             self._put_bound(bound, plan)
             ahead = self.cost.bound_ahead(plan) if self.space.extra_warmup else None
             if ahead is not None:
-                self._put(max(ahead / plan.global_batch, bound), "ahead", plan)
+                seconds = ahead / plan.global_batch
+                self._put(max(seconds, bound), "ahead", plan)
 
     def _simulate(self, bound: float, plan: Plan) -> None:
         """Enter the plan with its time, if it fits."""
@@ -115,7 +120,8 @@ class Search:
                 return  # that takes as long
         if fits(plan):
             self.examined += 1
-            self._put(self.cost.seconds(plan) / plan.global_batch, "exact", plan)
+            seconds = self.cost.seconds(plan) / plan.global_batch
+            self._put(seconds, "exact", plan)
             return
         size = self.cost.gpipe_round(plan)
         if size is None:
@@ -126,7 +132,9 @@ class Search:
     def _leaner(self, plan: Plan) -> Plan:
         """Where two gradient slots of 2bw do not fit: one and a shard, or the optimizer
         on a host that holds it."""
-        if (plan.schedule, plan.gradient_slots) != ("2bw", 2) or self.cost.fits(plan):
+        if plan.schedule != "2bw" or plan.gradient_slots != 2:
+            return plan
+        if self.cost.fits(plan):
             return plan
         shard = plan.changed(gradient_slots="shard")
         if plan.distributed_optimizer and self.cost.fits(shard):
@@ -139,7 +147,8 @@ class Search:
         """Seconds per sample if the stages had equal work and never waited."""
         one_stage = replace(plan, depth=1, width=plan.width * plan.depth)
         (work,) = self.cost.stages(one_stage)
-        return work.total / (plan.depth * plan.microbatch * plan.width)
+        samples = plan.depth * plan.microbatch * plan.width
+        return work.total / samples
 
     def _leanest(self, shape: Plan) -> Plan:
         """A plan of the shape with little memory, which may be the smallest of all."""
@@ -156,7 +165,8 @@ class Search:
         total = 0.0
         for stage in enumerate(shape.layers_of(self.model)):
             weights, gradients, _ = memory.state(shape, *stage, 1)
-            total += weights + gradients + memory.frozen(shape, *stage)
+            frozen = memory.frozen(shape, *stage)
+            total += weights + gradients + frozen
         return total / shape.depth
 
     def _split_bound(self, plan: Plan) -> float:
@@ -196,7 +206,10 @@ class Search:
         self, tensor: int, context: int, depth: int, width: int
     ) -> Iterator[Plan]:
         space = self.space
-        powers = [2**k for k in range(12) if 2**k * width <= space.batch]
+        powers = []
+        for k in range(12):
+            if 2**k * width <= space.batch:
+                powers.append(2**k)
         parts = 1
         if self.model.experts:
             parts = math.gcd(self.model.experts, context * width)
@@ -216,7 +229,8 @@ class Search:
                 yield from self._legal_shapes(plan)
 
     def _legal_shapes(self, plan: Plan) -> Iterator[Plan]:
-        first, last = [*self.splits(plan.depth), (0, 0)][0]
+        splits = [*self.splits(plan.depth), (0, 0)]
+        first, last = splits[0]
         divided = self.space.sequence_parallel and plan.tensor > 1
         plan = plan.changed(
             first=first,
@@ -261,15 +275,19 @@ class Search:
         splits = [(0, 0)] if layers % depth == 0 else []
         if depth == 1 or not self.space.uneven:
             return splits
-        longest = -(-layers // depth) + 2
+        longest = math.ceil(layers / depth) + 2
         if depth == 2:
             longest = max(longest, layers // 2 + layers // 8)
-            return splits + [
-                pair for pair in _ends(layers, longest) if len({*pair}) > 1
-            ]
-        for middle in range(max(layers // depth - 1, 1), longest + 1):
-            pairs = _ends(layers - middle * (depth - 2), longest)
-            splits += [pair for pair in pairs if pair != (middle, middle)]
+            for first, last in _ends(layers, longest):
+                if first != last:
+                    splits.append((first, last))
+            return splits
+        shortest = max(layers // depth - 1, 1)
+        for middle in range(shortest, longest + 1):
+            rest = layers - middle * (depth - 2)
+            for pair in _ends(rest, longest):
+                if pair != (middle, middle):
+                    splits.append(pair)
         return splits
 
     def variants(self, plan: Plan) -> Iterator[Plan]:
@@ -333,15 +351,18 @@ def _key(plan: Plan) -> tuple[int, int, int, int, str]:
 
 def _ends(layers: int, longest: int) -> Iterator[tuple[int, int]]:
     """(first, last) of two stages with so many layers together."""
-    for first in range(max(layers - longest, 1), min(longest, layers - 1) + 1):
+    least = max(layers - longest, 1)
+    most = min(longest, layers - 1)
+    for first in range(least, most + 1):
         yield first, layers - first
 
 
 def _divisors(number: int, allowed: tuple[int, ...] | None) -> list[int]:
-    divisors = [k for k in range(1, number + 1) if number % k == 0]
-    if allowed is None:
-        return divisors
-    return [k for k in divisors if k in allowed]
+    divisors = []
+    for k in range(1, number + 1):
+        if number % k == 0 and (allowed is None or k in allowed):
+            divisors.append(k)
+    return divisors
 
 
 def on_fewer(

@@ -226,7 +226,9 @@ def _sweep(
             print(f"{name}, microbatch {size}: does not fit the memory", flush=True)
             break
         points.append(BlockTime(size, forward, backward))
-        times = f"forward {1e3 * forward:.3f} ms, backward {1e3 * backward:.3f} ms"
+        there = 1e3 * forward
+        back = 1e3 * backward
+        times = f"forward {there:.3f} ms, backward {back:.3f} ms"
         print(f"{name}, microbatch {size}: {times} {MEASURED}", flush=True)
     if not points:
         raise UserError(
