@@ -2,6 +2,7 @@
 real measurement on the CPU."""
 
 import argparse
+import json
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,6 @@ import torch.distributed as dist
 
 from megatron_2bw.base.errors import UserError
 from megatron_2bw.mcore import cpu
-from megatron_2bw.tools.planner.descriptions.cluster import Link
 from megatron_2bw.tools.planner.descriptions.model import Model
 from megatron_2bw.tools.planner.descriptions.profile import BlockTime, Profile
 from megatron_2bw.tools.planner.measure import blocks as measure
@@ -43,21 +43,28 @@ PROFILE = Profile(
     **TIMES,
     threads=1,
     made_with="by hand",
-    inside=Link(100, 10, 1, True),
 )
 
 
 def test_round_trip(tmp_path):
     path = tmp_path / "profile.json"
-    for profile in (
-        PROFILE,
-        replace(
-            PROFILE, inside=None, between=Link(2.5, 50.0, measured=True), gated=True
-        ),
-    ):
-        profile.save(path)
-        assert Profile.load(path) == profile
+    PROFILE.save(path)
+    assert Profile.load(path) == PROFILE
     assert [entry.name for entry in tmp_path.iterdir()] == ["profile.json"]
+
+
+def test_a_file_of_an_older_release_with_links_and_several_ranks(tmp_path):
+    path = tmp_path / "profile.json"
+    PROFILE.save(path)
+    entries = json.loads(path.read_text())
+    for name in ("blocks", "output"):
+        for point in entries[name]:
+            point["tensor"] = 1
+        entries[name].append(entries[name][0] | {"tensor": 2})
+    entries["inside"] = {"gb_s": 100.0, "latency_us": 10.0, "measured": True}
+    entries["between"] = None
+    path.write_text(json.dumps(entries))
+    assert Profile.load(path) == PROFILE
 
 
 def test_times_of_a_layer():
@@ -85,8 +92,7 @@ def test_a_profile_fits_layers_of_its_shape(changes, flag):
 
 
 def options(path, *words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    measure.add_flags(parser)
+    parser = measure.profile_parser("plan profile")
     return parser.parse_args(["--json", str(path), *words])
 
 
@@ -110,8 +116,6 @@ def test_a_real_measurement(tmp_path, alone, capsys):
         "gpt",
         1,
     )
-    assert profile.inside is None
-    assert profile.between is None
     assert profile.optimizer == "Megatron's FP32Optimizer with torch's AdamW"
     assert profile.optimizer_seconds_per_parameter > 0
     for points in (profile.blocks, profile.output):

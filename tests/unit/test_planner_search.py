@@ -45,22 +45,6 @@ def slow(servers: int, per_server: int = 2, memory_gib: float = 2.0) -> Cluster:
     )
 
 
-def mixed(*memory_gib: float) -> Cluster:
-    """Servers of two GPUs each; those of the second server are half as fast."""
-    cluster = slow(2)
-    devices = tuple(
-        replace(
-            cluster.device,
-            memory_gib=size,
-            tflops=10 / k,
-            memory_gb_s=200 / k,
-            name="cpu",
-        )
-        for k, size in enumerate(memory_gib, 1)
-    )
-    return replace(cluster, devices=devices).part(len(devices), 2)
-
-
 # --- all there is
 # --------------------------------------------------------------------------------------
 
@@ -91,33 +75,6 @@ def every_split(layers: int, depth: int) -> list[tuple[int, ...]]:
         (first, *[(layers - first - last) // (depth - 2)] * (depth - 2), last)
         for first, last in ends
         if first + last < layers and (layers - first - last) % (depth - 2) == 0
-    ]
-
-
-def mixed_splits(
-    cost: Cost, tensor: int, depth: int, width: int
-) -> list[tuple[int, ...]]:
-    """What Search.layouts says of itself: between the ends, stages on the same GPUs
-    have the same number of layers."""
-    shape = Plan(tensor, depth, width, 1, depth)
-    devices = [cost.device(shape, stage) for stage in range(depth)]
-    if len(set(devices)) == 1:
-        return [
-            s
-            for s in every_split(cost.model.layers, depth)
-            if is_looked_at(s, cost.model.layers)
-        ]
-    layers = cost.model.layers
-    rates = [1 / cost.compute_of(device).layer(shape).total for device in devices]
-    shares = [layers * rate / sum(rates) for rate in rates]
-    near = [
-        range(max(math.floor(share) - 2, 1), math.ceil(share) + 3) for share in shares
-    ]
-    return [
-        stages
-        for stages in itertools.product(*near)
-        if sum(stages) == layers
-        and len({*zip(devices[1:-1], stages[1:-1])}) == len({*devices[1:-1]})
     ]
 
 
@@ -159,8 +116,6 @@ def everything(cost: Cost, space: Space) -> Iterator[Plan]:
             for stages in every_split(layers, depth)
             if is_looked_at(stages, layers)
         ]
-        if cost.cluster.devices:
-            splits = mixed_splits(cost, tensor, depth, width)
         split_kinds = [
             (stages, kind) for stages in splits for kind in kinds(space, stages)
         ]
@@ -208,9 +163,7 @@ def everything(cost: Cost, space: Space) -> Iterator[Plan]:
                 sequence_parallel=divided,
             )
             kind |= dict(context=context, expert=expert)
-            plan = Plan(
-                tensor, depth, width, microbatch, microbatches, **kind
-            ).with_layers(stages)
+            plan = Plan(tensor, depth, width, microbatch, microbatches, **kind)
             if legal(cost, plan):
                 plan = leaner(cost, space, in_rounds(cost, plan))
                 yield plan
@@ -355,10 +308,6 @@ SPACES = {
         Space(
             16, microbatch=(1, 2), recompute=("none", "selective"), context=(1, 2, 4)
         ),
-    ),
-    "8 layers, 2 servers of different GPUs": (
-        Cost(tiny(8), mixed(0.3, 0.2), "bf16"),
-        Space(16, ("2bw", "megatron"), microbatch=(1, 2), recompute=("none", "full")),
     ),
     "8 experts, 2 servers": (
         Cost(replace(tiny(6), **EXPERTS), slow(2, memory_gib=0.4), "bf16"),

@@ -1,12 +1,10 @@
 """megatron-2bw plan calibrate: fits a cluster to measured runs."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
-from pathlib import Path
 
 from megatron_2bw.base.errors import Parser, UserError
+from megatron_2bw.tools.command_line import TYPES, parser_of
 from megatron_2bw.tools.planner.descriptions.cluster_file import named_cluster, to_yaml
 from megatron_2bw.tools.planner.measure import calibrate as calibration
 from megatron_2bw.tools.planner.measure import runs as measured
@@ -32,31 +30,26 @@ def run_calibrate(words: list[str], prog: str) -> int:
         if index not in chosen:
             others.append(seconds / runs[index].seconds - 1)
     memory = calibration.memory_errors(cluster, runs)
-    print(f"fitted to {len(fitted_to)} of {len(runs)} runs: {cluster.device}")
+    count = len(fitted_to)
+    print(f"fitted to {count} of {len(runs)} runs: {cluster.device}")
     print(f"{cluster.inside} inside, {cluster.between} between servers")
     _print_errors(f"mean absolute error of the other {len(others)}", others)
     _print_errors("mean absolute error by cross-validation", unseen)
     _print_errors("memory of the heaviest stage, mean absolute error", memory)
     if options.out:
-        to_yaml(replace(cluster, name=f"{cluster.name}, calibrated"), options.out)
+        name = f"{cluster.name}, calibrated"
+        to_yaml(replace(cluster, name=name), options.out)
     return 0
 
 
 def _calibrate_parser(prog: str) -> Parser:
-    columns = f"{', '.join(measured.COLUMNS)}; optional: {', '.join(measured.OPTIONAL)}"
-    endings = ", ".join(name[1:] for name in measured.LOGS)
-    description = (
-        "Fits a cluster's constants to measured runs: rows of a CSV file, or logs of runs "
-        f"(a log's name ends with {endings}; of a folder all logs). Columns of the CSV file: {columns}."
+    parser = parser_of(prog, __file__, TYPES | {"int": int})
+    assert parser.description is not None
+    parser.description = parser.description.format(
+        columns=", ".join(measured.COLUMNS),
+        optional=", ".join(measured.OPTIONAL),
+        endings=", ".join(name[1:] for name in measured.LOGS),
     )
-    parser = Parser(prog=prog, description=description, allow_abbrev=False)
-    add = parser.add_argument
-    runs = "measured runs: a row or a log each"
-    add("runs", type=Path, nargs="+", metavar="RUNS.csv|RUN_DIR|LOG", help=runs)
-    add("--cluster", required=True, metavar="NAME|FILE.yaml")
-    rows = "rows to fit, spread over the file (default: 20; all of logs); the others are predicted. 0 fits none"
-    add("--rows", type=int, help=rows)
-    add("--out", type=Path, metavar="FILE.yaml", help="the fitted cluster")
     return parser
 
 
@@ -73,4 +66,6 @@ def _chosen_rows(options: argparse.Namespace, count: int) -> list[int]:
 def _print_errors(name: str, errors: list[float]) -> None:
     if errors:
         sizes = [*map(abs, errors)]
-        print(f"{name}: {sum(sizes) / len(sizes):.1%}, at most {max(sizes):.1%}")
+        mean = sum(sizes) / len(sizes)
+        largest = max(sizes)
+        print(f"{name}: {mean:.1%}, at most {largest:.1%}")

@@ -4,18 +4,14 @@ Invariant: bad input ends with status 2 and one line that names the flag. Every 
 plan is legal and fits.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
-from functools import partial
-from pathlib import Path
 
 from megatron_2bw.base.argv import expand_files
 from megatron_2bw.base.errors import (
@@ -29,13 +25,13 @@ from megatron_2bw.base.errors import (
 from megatron_2bw.base.files import write_json
 from megatron_2bw.run.flags.project_flags import schedule_name
 from megatron_2bw.schedules import SCHEDULE_NAMES
+from megatron_2bw.tools import command_line
 from megatron_2bw.tools.planner.calibrate_command import run_calibrate
 from megatron_2bw.tools.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.tools.planner.descriptions import inputs
-from megatron_2bw.tools.planner.descriptions.cluster import INFINIBAND, network
 from megatron_2bw.tools.planner.descriptions.cluster import PRESETS as CLUSTERS
+from megatron_2bw.tools.planner.descriptions.cluster import network
 from megatron_2bw.tools.planner.find import advice
-from megatron_2bw.tools.planner.find.legality import PRECISIONS
 from megatron_2bw.tools.planner.find.search import Search
 from megatron_2bw.tools.planner.find.space import PLANNED, RECOMPUTES, Space
 from megatron_2bw.tools.planner.measure import blocks
@@ -48,10 +44,14 @@ from megatron_2bw.tools.planner.tell import (
     training,
 )
 
-EXAMPLE = (
-    "megatron-2bw plan --model gpt-2.2b --cluster p3.16xlarge --servers 8 "
-    "--max-global-batch-size 512"
-)
+# readers of flags' values, beside those of all commands
+_TYPES = command_line.TYPES | {
+    "network": network,
+    "numbers": inputs.numbers,
+    "schedules": list_of(SCHEDULE_NAMES, schedule_name),
+    "recomputes": list_of(RECOMPUTES),
+    "slots": list_of((1, 2), whole_number(1)),
+}
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw plan") -> int:
@@ -66,143 +66,24 @@ def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw plan") -> 
     try:
         return commands[name](expand_files(words), prog)
     except UserError as error:
-        return 2 if error.reported_elsewhere else usage_error(prog, error)
+        usage_error(prog, error)
     except BrokenPipeError:  # the reader of the output has ended, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
         return 1
 
 
 def _parser(prog: str) -> Parser:
     """The choices have the names of Space's fields."""
-    parser = Parser(
-        prog=prog,
-        description=f"The fastest configuration that fits. Example: {EXAMPLE}",
-        epilog="Other commands: profile, calibrate (megatron-2bw plan COMMAND --help).",
-        allow_abbrev=False,
-    )
+    parser = command_line.parser_of(prog, __file__)
+    parser.register("action", "yes or no", argparse.BooleanOptionalAction)
     inputs.add_model_flags(parser)
-    add = parser.add_argument_group("cluster").add_argument
-    add("--cluster", required=True, metavar="NAME|FILE.yaml", help=", ".join(CLUSTERS))
-    add("--servers", type=whole_number(1), help="default: of the YAML file, or 1")
-    add(
-        "--link",
-        type=network,
-        metavar="RATE",
-        help="network of a server, instead of the cluster's: 100gbit, 25gbe, 8x400gbit, "
-        + ", ".join(INFINIBAND),
-    )
-    add(
-        "--gpus-per-server",
-        type=whole_number(1),
-        help="at most as many as the cluster's servers have",
-    )
-    add(
-        "--profile",
-        type=Path,
-        metavar="FILE.json",
-        help="measured times, from `megatron-2bw plan profile`",
-    )
-    _add_choices(parser.add_argument_group("choices of the search").add_argument)
-
-    add = parser.add_argument_group("cost and memory").add_argument
-    add(
-        "--precision",
-        choices=PRECISIONS,
-        help="default: bf16, or fp16 on GPUs without bf16, fp32 on CPUs",
-    )
-    add(
-        "--grad-reduce-in-bf16", action="store_true", help="of all plans, as Megatron's"
-    )
-    add(
-        "--attention",
-        choices=("flash", "core"),
-        help="default: flash in 16 bits, on GPUs that have it",
-    )
-    add(
-        "--adam",
-        choices=("fused", "torch"),
-        help="fused: Apex's or Transformer Engine's (default: of --profile, or fused where attention is flash)",
-    )
-    add(
-        "--memory-margin",
-        type=float,
-        metavar="SHARE",
-        help="share of the memory that stays free (default: what CUDA, NCCL and fragmentation take)",
-    )
-    count = "number of plans (default: 8)"
-    add("--top", type=whole_number(1), default=8, metavar="K", help=count)
-
-    add = partial(parser.add_argument_group("files").add_argument, type=Path)
-    add("--json", metavar="FILE", help="all printed figures, and more")
-    add("--script", metavar="FILE.sh", help="the best plan as a torchrun command")
-    add("--sbatch", metavar="FILE.sbatch", help="the best plan as a Slurm job")
-    page = "a page with all plans: timeline, memory, throughput by memory"
-    add("--report", metavar="DIR", help=page)
+    groups = command_line.table_of(__file__)["groups"]
+    groups["cluster"]["--cluster"]["help"] = ", ".join(CLUSTERS)
+    for title, flags in groups.items():
+        command_line.add_flags(parser.add_argument_group(title), flags, _TYPES)
+    parser.set_defaults(schedules=PLANNED, recompute=RECOMPUTES)
     return parser
-
-
-def _add_choices(add: Callable) -> None:
-    add(
-        "--max-global-batch-size",
-        dest="batch",
-        type=whole_number(1),
-        required=True,
-        metavar="N",
-        help="the largest global batch, in samples, that is safe for convergence",
-    )
-    names = partial(add, metavar="NAME,...")
-    names(
-        "--schedules",
-        type=list_of(SCHEDULE_NAMES, schedule_name),
-        default=PLANNED,
-        help=f"of {', '.join(SCHEDULE_NAMES)} (1f1b is pipedream-flush)",
-    )
-    numbers = partial(add, metavar="N,...")
-    legal = partial(numbers, type=inputs.numbers, help="default: all that are legal")
-    legal("--tensor-model-parallel-size", dest="tensor")
-    legal("--pipeline-model-parallel-size", dest="depth")
-    legal("--micro-batch-size", dest="microbatch")
-    shared = "ranks that share a sequence (default: 1, or all that are legal if no plan fits)"
-    legal("--context-parallel-size", dest="context", help=shared)
-    legal("--expert-model-parallel-size", dest="expert")
-    names(
-        "--recompute",
-        type=list_of(RECOMPUTES),
-        default=RECOMPUTES,
-        help=f"of {', '.join(RECOMPUTES)} (default: these)",
-    )
-    slots = list_of((1, 2), whole_number(1))
-    numbers("--gradient-slots", type=slots, default=(2, 1), help="of 2bw: 2, 1 or both")
-    off = partial(add, action="store_false")
-    off(
-        "--no-extra-warmup",
-        dest="extra_warmup",
-        help="by default 2bw hides messages on slow links by extra warm-up",
-    )
-    off(
-        "--no-host-optimizer",
-        dest="host",
-        help="by default 2bw's optimizer is in host memory where a plan does not fit otherwise",
-    )
-    add(
-        "--extrapolate",
-        dest="corrected",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="2bw with --two-bw-correction auto, whose step needs more memory (default: yes)",
-    )
-    add(
-        "--no-distributed-optimizer",
-        dest="distributed_optimizer",
-        action="store_const",
-        const=(False,),
-        default=(False, True),
-        help="by default the search tries both",
-    )
-    tensor = "with tensor parallelism, as on the CPU"
-    off("--no-sequence-parallel", dest="sequence_parallel", help=tensor)
-    even = "by default first and last stage may differ from the others"
-    off("--no-uneven-stages", dest="uneven", help=even)
 
 
 def prepare(options: argparse.Namespace) -> tuple[Cost, Space]:
@@ -219,6 +100,10 @@ def prepare(options: argparse.Namespace) -> tuple[Cost, Space]:
         if hasattr(options, field.name)
     }
     chosen["context"] = contexts
+    both = (False, True)
+    chosen["distributed_optimizer"] = (
+        both if options.distributed_optimizer else (False,)
+    )
     if cost.cluster.device.name == "cpu":
         chosen["sequence_parallel"] = False
     return cost, Space(**chosen)
@@ -266,7 +151,8 @@ def planned(options: argparse.Namespace) -> explain.Result | None:
         part = result.fewer
         gpus = cost.cluster.gpus
         idle = f"{gpus - part.gpus} of {gpus} GPUs stay idle"
-        _note(f"{idle}: {part.gpus} are faster ({explain.part_flags(part)})")
+        flags = explain.part_flags(part)
+        _note(f"{idle}: {part.gpus} are faster ({flags})")
         result = _searched(replace(cost, cluster=part), space, options)
     return result
 
@@ -281,11 +167,13 @@ def _searched(
     """Search, and estimate the fastest plans. If no plan fits, print the reason and
     return None."""
     begun = time.monotonic()
-    _note(f"searching the plans of {cost.model.name} on {explain.gpus(cost)} ...")
+    where = explain.gpus(cost)
+    _note(f"searching the plans of {cost.model.name} on {where} ...")
     spaces = [space]
     if options.context is None and cost.flash:
         spaces.append(replace(space, context=None))
-    ways = itertools.product(spaces, dict.fromkeys((cost.spare, 0.0)))
+    spares = dict.fromkeys((cost.spare, 0.0))
+    ways = itertools.product(spaces, spares)
     searches = []
     for way, spare in (*ways, (space, -advice.TIGHT)):
         search = Search(replace(cost, spare=spare), way)
@@ -321,7 +209,8 @@ def run_plan(words: list[str], prog: str) -> int:
     sources = explain.evidence(cost)
     print(explain.text(result), sources, explain.CAVEAT, sep="\n\n")
     print("\nA run of the first plan, as --script and --sbatch write it:")
-    print(*map(explain.wrapped, training.about(cost, best)), sep="\n")
+    for line in training.about(cost, best):
+        print(explain.wrapped(line))
     flags = [*cost.model.flags(), *best.plan.flags(cost.precision)]
     print(f"\nFlags of the first plan:\n  {shlex.join(flags)}")
     _write(options, result)
@@ -343,7 +232,8 @@ def _write(options: argparse.Namespace, result: explain.Result) -> None:
         with file_errors(f"--json {options.json}"):
             options.json.parent.mkdir(parents=True, exist_ok=True)
             write_json(options.json, json_out.as_json(result))
-    for path in (options.script, options.sbatch, options.report, options.json):
+    written = (options.script, options.sbatch, options.report, options.json)
+    for path in written:
         if path:
             _note(f"wrote {path}")
 
@@ -360,11 +250,7 @@ def _cloud(result: explain.Result) -> list[Estimate]:
 
 
 def run_profile(words: list[str], prog: str) -> int:
-    description = "Times one layer, the output layer, the optimizer and, under torchrun, the links on this machine."
-    parser = Parser(prog=prog, description=description, allow_abbrev=False)
-    inputs.add_model_flags(parser)
-    blocks.add_flags(parser)
-    options = parser.parse_args(words)
+    options = blocks.profile_parser(prog).parse_args(words)
     if options.num_experts or options.multi_latent_attention:
         raise UserError(
             "--num-experts, --multi-latent-attention: only dense layers with plain attention are measured"

@@ -6,8 +6,6 @@ is below it. `warmup_for` solves for the opposite: the warm-up with which no suc
 is longer than wanted.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from itertools import accumulate
@@ -51,9 +49,11 @@ def _with_flush(plan: Plan, times: Times) -> float:
     # A stage starts when the first microbatch reaches it, and its last gradient still
     # passes all stages before it.
     down = up = bound = 0.0
-    for f, b, own in zip(times.forward, times.backward, times.reduce):
+    stages = zip(times.forward, times.backward, times.reduce)
+    for f, b, own in stages:
         work = plan.microbatches * (f + b)
-        bound = max(bound, down + work + max(own, up + times.reduce[0]))
+        reduced = max(own, up + times.reduce[0])
+        bound = max(bound, down + work + reduced)
         down += f / plan.virtual
         up += b / plan.virtual
     return bound + times.step
@@ -64,15 +64,19 @@ def _chain_of_flush(plan: Plan, times: Times) -> float:
     reduce = times.reduce
     down = _sums(times.forward, times.transfer)
     up = _sums(times.backward, times.transfer)
-    whole = sum(times.forward) + sum(times.backward) + 2 * sum(times.transfer[:-1])
+    work = sum(times.forward) + sum(times.backward)
+    whole = work + 2 * sum(times.transfer[:-1])
     if plan.schedule == "no-pipelining":
         return microbatches * whole + reduce[0]
     bound = 0.0
-    for stage, (f, b) in enumerate(zip(times.forward, times.backward)):
+    for stage in range(plan.depth):
+        f = times.forward[stage]
+        b = times.backward[stage]
         busy = down[stage] + microbatches * (f + b)
         # The first microbatch's way down and back; then the stage still runs m - 1
         # backwards, and the forwards beyond its warm-up.
-        later = max(microbatches - 1 - plan.pipeline.ahead(plan.shape, stage), 0)
+        ahead = plan.pipeline.ahead(plan.shape, stage)
+        later = max(microbatches - 1 - ahead, 0)
         bound = max(
             bound,
             busy + reduce[stage],
@@ -84,7 +88,8 @@ def _chain_of_flush(plan: Plan, times: Times) -> float:
     # A round's first microbatch takes the whole way down, its last one the whole way
     # back.
     longest = max(times.forward) + max(times.backward)
-    rounds = plan.rounds * whole + (microbatches - plan.rounds) * longest
+    others = microbatches - plan.rounds
+    rounds = plan.rounds * whole + others * longest
     return max(bound, rounds + reduce[0])
 
 
@@ -99,13 +104,16 @@ def _without_flush(plan: Plan, times: Times) -> float:
     # without extra warm-up. They hold one more than that at a time, so each microbatch
     # passes down and back within as many periods.
     whole = sum(work) + 2 * sum(transfer[:-1])
-    period = max(whole / (ahead[0] + 1), *times.occupied[:-1], 0.0)
+    together = ahead[0] + 1
+    period = max(whole / together, *times.occupied[:-1], 0.0)
     for stage in range(plan.depth - 1):
         pair = work[stage] + work[stage + 1] + 2 * transfer[stage]
-        period = max(period, pair / (ahead[stage] - ahead[stage + 1] + 1))
+        together = ahead[stage] - ahead[stage + 1] + 1
+        period = max(period, pair / together)
     bound = microbatches * period
     for own, cost in zip(work, times.overlap_cost):
-        bound = max(bound, microbatches * own + cost)
+        busy = microbatches * own + cost
+        bound = max(bound, busy)
     if plan.pipeline.late_step:
         bound = max(bound, _chain_of_step(plan, times, ahead))
     return bound
@@ -127,7 +135,8 @@ def _chain_of_step(plan: Plan, times: Times, ahead: list[int]) -> float:
         if plan.gradient_slots == 1:
             # the first backward of the next batch, on the last stage first
             reduced = max(reduce, above[s] + times.reduce[0])
-            chain = below + plan.microbatches * work - times.forward[s]
+            busy = plan.microbatches * work
+            chain = below + busy - times.forward[s]
             bound = max(bound, chain + reduced + times.step)
         else:
             # the last backward of the next batch; and, in two periods, the batch after
@@ -154,8 +163,9 @@ def warmup_for(
     extra = []
     ahead = 0
     way = works[-1] / cycle  # the longest way down and back so far, in cycles
-    for work, sent in zip(works[-2::-1], transfer[len(works) - 2 :: -1]):
-        way += (work + 2 * sent) / cycle
+    for stage in reversed(range(len(works) - 1)):
+        work = works[stage]
+        way += (work + 2 * transfer[stage]) / cycle
         needed = max(ahead + 1, math.ceil(way - 1 - 1e-9))
         extra.append(needed - ahead - 1)
         ahead = needed

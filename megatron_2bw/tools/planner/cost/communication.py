@@ -4,11 +4,9 @@ collectives. Pure Python.
 Invariant: all concurrent messages that leave a server share its link.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -52,7 +50,6 @@ class Layout:
     ends           the first and the last stage of one pipeline (tied embeddings)
     boundaries     concurrent messages that leave one server over the boundary behind
                    each stage; 0 if all stay inside
-    servers        of the ranks of each stage
     """
 
     tensor: Group
@@ -62,7 +59,6 @@ class Layout:
     context: Group
     experts: Group
     same: Group
-    servers: tuple[tuple[int, ...], ...] = field(compare=False)
 
 
 @lru_cache(maxsize=4096)
@@ -89,32 +85,31 @@ def layout(
     parts = range(0, each, tensor)
     replicas = [(pipeline, part) for pipeline in range(width) for part in parts]
     boundaries = []
-    servers = []
     for stage in range(depth):
         leaving = Counter[int]()
-        places = set()
         for pipeline, part in replicas:
             here = server(stage, pipeline, part)
             if here != server((stage + 1) % depth, pipeline, part):
                 leaving[here] += tensor
-            places |= {here, server(stage, pipeline, part + tensor - 1)}
-        boundaries.append(min(max(leaving.values(), default=0), gpus_per_server))
-        servers.append(tuple(sorted(places)))
+        most = max(leaving.values(), default=0)
+        boundaries.append(min(most, gpus_per_server))
     data = [server(0, *replica) for replica in replicas]
     ends = Group(2, 1, 1)
     if server(0, 0) != server(depth - 1, 0):
         firsts = tensor * data.count(server(0, 0))
         ends = Group(2, 2, min(firsts, gpus_per_server))
     gpus = min(gpus_per_server, each * depth * width)
+    # of the first stage's first pipeline
+    parts_of_layer = [server(0, 0, part) for part in range(tensor)]
+    parts_of_sequence = [server(0, 0, part) for part in parts]
     return Layout(
-        tensor=_group([server(0, 0, part) for part in range(tensor)], gpus),
+        tensor=_group(parts_of_layer, gpus),
         data=_group(data, gpus),
         ends=ends,
         boundaries=tuple(boundaries),
-        context=_group([server(0, 0, part) for part in parts], gpus),
+        context=_group(parts_of_sequence, gpus),
         experts=_group(data[:expert], gpus),
         same=_group(data[::expert], gpus),
-        servers=tuple(servers),
     )
 
 
@@ -122,7 +117,9 @@ def _group(places: list[int], gpus_per_server: int) -> Group:
     """The group of the ranks on these servers."""
     size = len(places)
     servers = len(set(places))
-    sharers = max(gpus_per_server * servers // size, 1) if servers > 1 else 1
+    sharers = 1
+    if servers > 1:
+        sharers = max(gpus_per_server * servers // size, 1)
     return Group(size, servers, sharers)
 
 
@@ -136,7 +133,8 @@ def all_reduce(cluster: Cluster, group: Group, size: float) -> float:
     inside = (group.in_server - 1) * cluster.inside.latency_us
     between = math.log2(group.servers) * cluster.between.latency_us
     latency = 2e-6 * (inside + between)
-    return 2 * _sent(cluster, group, size) + latency + _start(cluster, group)
+    sent = 2 * _sent(cluster, group, size)
+    return sent + latency + _start(cluster, group)
 
 
 def scatter_or_gather(cluster: Cluster, group: Group, size: float) -> float:
@@ -159,7 +157,8 @@ def _sent(cluster: Cluster, group: Group, size: float) -> float:
         seconds = sent / cluster.inside.among(group.in_server)
     if group.servers > 1:
         rate = cluster.between.rate(group.sharers, group.in_server)
-        seconds = max(seconds, sent / rate / cluster.between.share(group.servers))
+        share = cluster.between.share(group.servers)
+        seconds = max(seconds, sent / rate / share)
     return seconds
 
 
@@ -168,11 +167,13 @@ def all_to_all(cluster: Cluster, group: Group, size: float) -> float:
     if group.size == 1:
         return 0.0
     part = size / group.size
-    seconds = (group.in_server - 1) * part / cluster.inside.among(group.in_server)
+    neighbours = group.in_server - 1
+    seconds = neighbours * part / cluster.inside.among(group.in_server)
     latency = cluster.inside.latency_us
     if group.servers > 1:  # all ranks of a server send concurrently
         rate = cluster.between.rate(group.sharers * group.in_server)
-        seconds = max(seconds, (group.size - group.in_server) * part / rate)
+        others = group.size - group.in_server
+        seconds = max(seconds, others * part / rate)
         latency = cluster.between.latency_us
     return seconds + latency * 1e-6 + _start(cluster, group)
 
@@ -191,7 +192,9 @@ def ring_step(cluster: Cluster, group: Group, size: float) -> float:
 def _start(cluster: Cluster, group: Group) -> float:
     """Seconds until NCCL's ranks have found each other in a collective: START on the
     GPUs of a server."""
-    return START * 1e-6 if group.in_server > 1 and cluster.device.name != "cpu" else 0.0
+    if group.in_server == 1 or cluster.device.name == "cpu":
+        return 0.0
+    return START * 1e-6
 
 
 class Message(NamedTuple):
@@ -206,5 +209,7 @@ def message(cluster: Cluster, leaving: int, size: float) -> Message:
     """leaving: concurrent messages that leave the same server; 0 if this one stays
     inside."""
     link = cluster.between if leaving else cluster.inside
-    occupied = size / (link.rate(leaving) if leaving else link.message)
-    return Message(link.latency_us * 1e-6 + occupied, occupied)
+    rate = link.rate(leaving) if leaving else link.message
+    occupied = size / rate
+    latency = link.latency_us * 1e-6
+    return Message(latency + occupied, occupied)

@@ -76,26 +76,25 @@ class Compute:
         """One layer of the plan's microbatch, with tensor-parallel collectives and
         recompute."""
         forward, backward = self._kernels(plan)
-        # A measured block contains the host's time, and the messages between its ranks.
-        measured = self._measured_with(plan.tensor)
+        # A block that was measured contains the host's time. Its split over
+        # tensor-parallel ranks has launches of its own.
+        measured = self.profile is not None and plan.tensor == 1
         launch = 0.0
         if not measured:
             launches = ADAPTED * bool(self.model.adapter_rank)
             launches += ROUTED * bool(self.model.experts)
             launch = self.launch * (1 + launches)
         pair = self._tensor_messages(plan)
-        if measured:
-            pair = min(pair, forward, backward)
-            forward -= pair
-            backward -= pair
-        elif plan.tensor > 1:
-            launch += (4 if plan.sequence_parallel else 2) * self.collective_launch
+        if plan.tensor > 1:
+            collectives = 4 if plan.sequence_parallel else 2
+            launch += collectives * self.collective_launch
         # to the experts and back; with tensor parallelism each rank sends its part of
         # the sequence
         if plan.expert > 1:
             size = self.memory.hidden_states(plan)
             size *= self.model.topk / plan.tensor
-            pair += 2 * all_to_all(self.cluster, self.layout(plan).experts, size)
+            group = self.layout(plan).experts
+            pair += 2 * all_to_all(self.cluster, group, size)
             launch += 2 * self.collective_launch
         ring = self._ring(plan, 1)
         launch += (plan.context - 1) * self.collective_launch
@@ -128,9 +127,6 @@ class Compute:
             seconds += count / 2 * routed
         return seconds
 
-    def _measured_with(self, tensor: int) -> bool:
-        return self.profile is not None and self.profile.measured_with(tensor)
-
     def layout(self, plan: Plan) -> Layout:
         return layout(
             plan.tensor,
@@ -155,19 +151,18 @@ class Compute:
         attention = passes * self._attention(plan) / plan.context
         size = passes * self.memory.keys_and_values(plan)
         step = ring_step(self.cluster, self.layout(plan).context, size)
-        return (plan.context - 1) * max(step - attention, 0.0)
+        waits = max(step - attention, 0.0)
+        return (plan.context - 1) * waits
 
     def _kernels(self, plan: Plan) -> tuple[float, float]:
-        """(forward, backward) of one layer's kernels; with messages if they were
-        measured with so many ranks."""
+        """(forward, backward) of one layer's kernels."""
         tensor = plan.tensor
         adapters = self.model.adapter_rank
         if self.profile:
-            share = 1 if self._measured_with(tensor) else tensor
-            forward, backward = self.profile.layer(plan.samples, tensor // share)
+            forward, backward = self.profile.layer(plan.samples)
             if adapters:  # the gradients of the inputs alone
                 backward = forward
-            return forward / share, backward / share
+            return forward / tensor, backward / tensor
         traffic = TRAFFIC * self.memory.activations(plan) / self.bytes
         traffic += KERNELS * self.cluster.device.kernel_us * 1e-6
         attention = self._attention(plan)
@@ -190,7 +185,8 @@ class Compute:
             rows = tokens * self.model.topk / experts
             weights = 0.0 if adapters else self.product(inputs, rows, outputs)
             forward += experts * self.product(rows, inputs, outputs)
-            backward += experts * (self.product(rows, outputs, inputs) + weights)
+            gradients = self.product(rows, outputs, inputs) + weights
+            backward += experts * gradients
         return forward + attention + traffic, backward + 2 * attention + traffic
 
     def product(self, rows: float, inner: float, columns: float) -> float:
@@ -208,7 +204,9 @@ class Compute:
             return flops / self.flops
         device = self.cluster.device
         share = device.attention_efficiency or device.gemm_efficiency
-        return flops * (1 if self.model.kind == "bert" else 0.5) / (self.peak * share)
+        if self.model.kind != "bert":
+            flops *= 0.5
+        return flops / (self.peak * share)
 
     def embedding(self, plan: Plan) -> MicrobatchTime:
         """Look-up, positions and dropout: only memory traffic."""
@@ -221,19 +219,19 @@ class Compute:
         vocab = self.model.padded_vocab(plan.tensor)
         adapters = self.model.adapter_rank
         if self.profile:
-            ranks = plan.tensor if self._measured_with(plan.tensor) else 1
-            there = replace(self.model, vocab=self.profile.vocab).padded_vocab(ranks)
-            share = vocab / there * ranks / plan.tensor
-            forward, backward = self.profile.output_layer(plan.samples, ranks)
-            return MicrobatchTime(
-                forward * share, (forward if adapters else backward) * share
-            )
+            there = replace(self.model, vocab=self.profile.vocab)
+            share = vocab / there.padded_vocab(1) / plan.tensor
+            forward, backward = self.profile.output_layer(plan.samples)
+            if adapters:
+                backward = forward
+            return MicrobatchTime(forward * share, backward * share)
         logits = plan.samples * self.model.sequence * vocab / plan.tensor
         seconds = self.model.output_flops(plan.samples, plan.tensor) / self.flops
         traffic = LOGIT_TRAFFIC * logits / self.bytes
         back = seconds if adapters else 2 * seconds
         forward = max(seconds + traffic, self.launch)
-        return MicrobatchTime(forward, max(back + traffic, self.launch))
+        backward = max(back + traffic, self.launch)
+        return MicrobatchTime(forward, backward)
 
     def update(self, parameters: float, owned: float) -> float:
         """The optimizer's step on one GPU: it reads and writes gradients, two moments
@@ -241,7 +239,8 @@ class Compute:
         if self.profile:
             seconds = owned * self.profile.optimizer_seconds_per_parameter
         else:
-            seconds = (owned * UPDATE_TRAFFIC + parameters * 6) / self.bytes
+            traffic = owned * UPDATE_TRAFFIC + parameters * 6
+            seconds = traffic / self.bytes
         return seconds + self.cluster.device.step_us * 1e-6
 
     def host_update(self, owned: float, gradient: int, weight: int) -> float:

@@ -5,8 +5,6 @@ The terms of a layer are those of Korthikanti et al. 2022 (arXiv 2205.05198, sec
 with the attention scores, extended to any MLP width, grouped queries and SwiGLU.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -86,7 +84,8 @@ def communicators(plan: Plan, stage: int, tied: bool = True) -> list[float]:
     for boundary in (stage - 1, stage):
         if 0 <= boundary < plan.depth - 1:
             boundaries += 1
-            links += [link] * (2 + 2 * max(plan.extra[boundary % 2 :: 2]))
+            extra = max(plan.extra[boundary % 2 :: 2])
+            links += [link] * (2 + 2 * extra)
     if boundaries:
         links.append(link * boundaries)
     if not plan.pipeline.late_step:
@@ -97,14 +96,18 @@ def communicators(plan: Plan, stage: int, tied: bool = True) -> list[float]:
 def megatrons_communicators(plan: Plan, stage: int, tied: bool = True) -> list[float]:
     """Bytes of Megatron's own communicators: tensor, context, expert and data
     parallelism, and the tied embeddings' at both ends."""
-    held = _among(plan.tensor) + _among(plan.context) + _among(plan.expert)
+    held = []
+    for ranks in (plan.tensor, plan.context, plan.expert):
+        held += _among(ranks)
     return held + _replicas(plan) + _ends(plan, stage, tied)
 
 
 def _replicas(plan: Plan) -> list[float]:
     """The groups of replicas of all weights, and of experts."""
     held = _among(plan.replicas)
-    return held + _among(plan.replicas // plan.expert) if plan.expert > 1 else held
+    if plan.expert > 1:
+        held += _among(plan.replicas // plan.expert)
+    return held
 
 
 def _among(ranks: int) -> list[float]:
@@ -184,27 +187,27 @@ class Memory:
         tensor = plan.tensor
         tokens = plan.samples * model.sequence
         # inputs of two norms and two linear layers, two masks
-        whole = tokens * model.hidden * (4 * element + 2 * model.dropout)
+        of_norms = 4 * element + 2 * model.dropout
+        whole = tokens * model.hidden * of_norms
         # Q, K, V, and the projection's input
         attention = element * (2 * model.query_size + 2 * model.key_size)
         # the part of Q and K with positions, and what keys and values come from
         if model.latent:
-            attention += element * (
-                2 * model.heads * model.rotary_head
-                + tensor * (model.latent + model.rotary_head)
-            )
+            positions = 2 * model.heads * model.rotary_head
+            sources = tensor * (model.latent + model.rotary_head)
+            attention += element * (positions + sources)
         # inputs of the activation function and of the second matrix
         mlp = element * (3 if model.gated else 2) * tokens / tensor
         if model.experts:
             mlp *= model.shared_ffn + model.topk * model.expert_ffn
             # each token as often as it has experts, before them and behind; the
             # router's probabilities
-            mlp += tokens * (
-                2 * element * model.topk * model.hidden + 8 * model.experts
-            )
+            routed = 2 * element * model.topk * model.hidden
+            mlp += tokens * (routed + 8 * model.experts)
         else:
             mlp *= model.ffn
-        linear = whole / plan.sequence_ranks + tokens * attention / tensor + mlp
+        norms = whole / plan.sequence_ranks
+        linear = norms + tokens * attention / tensor + mlp
         return linear + self.scores(plan)
 
     def scores(self, plan: Plan) -> float:
@@ -212,9 +215,11 @@ class Memory:
         output (5as²b/t in 16 bits)."""
         model = self.model
         if self.flash:  # one number per row
-            return 4 * plan.samples * model.sequence * model.heads / plan.tensor
+            rows = 4 * plan.samples * model.sequence * model.heads
+            return rows / plan.tensor
         each = 2 * self.element + 1 if model.dropout else self.element
-        return each * model.heads * model.sequence**2 * plan.samples / plan.tensor
+        scores = each * model.heads * model.sequence**2 * plan.samples
+        return scores / plan.tensor
 
     def keys_and_values(self, plan: Plan) -> float:
         """Bytes of one layer's keys and values."""
@@ -223,17 +228,21 @@ class Memory:
 
     def stages(self, plan: Plan) -> list[StageMemory]:
         """Every stage, first to last."""
-        layers = plan.layers_of(self.model)
-        return [self.stage(plan, stage, layers[stage]) for stage in range(plan.depth)]
+        stages = enumerate(plan.layers_of(self.model))
+        return [self.stage(plan, stage, layers) for stage, layers in stages]
 
     def heaviest(self, plan: Plan) -> float:
         """Bytes of the heaviest stage. Of the stages between the ends the second has
         most microbatches in flight."""
         layers = plan.layers_of(self.model)
-        stages = {0, min(1, plan.depth - 1), plan.depth - 1}
+        last = plan.depth - 1
+        stages = {0, min(1, last), last}
         if plan.stages:
             stages = range(plan.depth)
-        return max(self.stage(plan, stage, layers[stage]).total for stage in stages)
+        totals = []
+        for stage in stages:
+            totals.append(self.stage(plan, stage, layers[stage]).total)
+        return max(totals)
 
     def stage(self, plan: Plan, stage: int, layers: int) -> StageMemory:
         shape = plan.shape
@@ -246,7 +255,8 @@ class Memory:
         # Received and not yet computed, because of extra warm-up.
         waiting = 0
         if plan.extra_warmup:
-            waiting = sum(plan.extra[max(stage - 1, 0) : stage + 1])
+            above = max(stage - 1, 0)
+            waiting = sum(plan.extra[above : stage + 1])
         # two slots, two directions
         buffers = (4 * sides + 2 * waiting) * self.hidden_states(plan)
         buffers /= plan.sequence_ranks
@@ -282,8 +292,10 @@ class Memory:
     def owned(self, plan: Plan, stage: int, layers: int) -> float:
         """Trained parameters of whose optimizer's states one GPU of the stage has its
         share."""
-        kinds = self._kinds(plan, stage, layers)
-        return sum(count / _shards(plan, experts) for experts, count in kinds)
+        owned = 0.0
+        for experts, count in self._kinds(plan, stage, layers):
+            owned += count / _shards(plan, experts)
+        return owned
 
     def _kinds(self, plan: Plan, stage: int, layers: int) -> list[tuple[bool, float]]:
         """(whether they are of experts, count) of the trained parameters."""
@@ -361,7 +373,9 @@ class Memory:
         two stages would both hold."""
         model = self.model
         tensor = plan.tensor
-        tied = model.padded_vocab(tensor) * model.hidden / tensor if model.tied else 0.0
+        tied = 0.0
+        if model.tied:
+            tied = model.padded_vocab(tensor) * model.hidden / tensor
         layer = model.layer_parameters(tensor, plan.expert)
         embedding = model.embedding_parameters(tensor)
         return layer, embedding, model.output_parameters(tensor), tied
@@ -377,7 +391,8 @@ class Memory:
         # once
         if plan.recompute_layers > 1:
             together = min(plan.recompute_layers, chunk)
-            working += (together - 1) * self.layer(plan.changed(recompute="none"))[0]
+            layer, _ = self.layer(plan.changed(recompute="none"))
+            working += (together - 1) * layer
             chunk = math.ceil(chunk / together)
         activations = in_flight * kept * chunk + working
         tokens = plan.samples * self.model.sequence
@@ -394,7 +409,8 @@ class Memory:
         if stage < plan.depth - 1:
             return activations, 0.0
         logits = tokens * self.model.padded_vocab(plan.tensor) / plan.tensor
-        normed = 2 * self.element * tokens * self.model.hidden * chunk_in_flight
+        output = 2 * self.element * tokens * self.model.hidden
+        normed = output * chunk_in_flight
         # The loss computes its softmax in place, in a 32-bit copy of the logits, and
         # its gradient in place of that. At both ends 16-bit logits, or their gradient,
         # exist too (Megatron's vocab-parallel cross entropy).
@@ -414,7 +430,8 @@ class Memory:
         if plan.context > 1:
             working += 4 * self.keys_and_values(plan)
         if plan.recompute == "full":  # keeps the input of each layer
-            return self.hidden_states(plan) / plan.sequence_ranks, working + whole
+            kept = self.hidden_states(plan) / plan.sequence_ranks
+            return kept, working + whole
         if plan.recompute == "selective":
             freed = self.scores(plan)
             return whole - freed, working + freed
@@ -426,7 +443,8 @@ def _first_chunk(depth: int, virtual: int, microbatches: int) -> int:
     """The most microbatches whose first chunk is in flight on the first stage, with
     interleaved stages."""
     now = most = 0
-    for action in Interleaved(virtual).actions(Shape(depth, microbatches), 0, 0):
+    shape = Shape(depth, microbatches)
+    for action in Interleaved(virtual).actions(shape, 0, 0):
         if action.chunk == 0 and action.kind in (F, B):
             now += 1 if action.kind == F else -1
             most = max(most, now)

@@ -4,14 +4,11 @@ Invariant: `lower_bound` is never above `seconds`, so a search that discards pla
 misses none.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
 from operator import attrgetter
 
 from megatron_2bw.tools.planner.cost.bounds import lower_bound, warmup_for
@@ -35,7 +32,7 @@ from megatron_2bw.tools.planner.cost.memory import (
     communicators,
     megatrons_communicators,
 )
-from megatron_2bw.tools.planner.descriptions.cluster import Cluster, Device, weakest
+from megatron_2bw.tools.planner.descriptions.cluster import Cluster
 from megatron_2bw.tools.planner.descriptions.model import Model
 from megatron_2bw.tools.planner.descriptions.plan import Plan, by_fields
 from megatron_2bw.tools.timelines.simulator import Times, long_iteration_time
@@ -63,8 +60,6 @@ STEP = (
     "first last stages grad_reduce_in_bf16 host"
 )
 
-_weakest = lru_cache(maxsize=1024)(weakest)
-
 
 @dataclass(frozen=True)
 class Split:
@@ -82,13 +77,13 @@ class Split:
 @dataclass(frozen=True)
 class Estimate:
     """A plan with its predicted seconds per iteration, their causes, and by stage the
-    bytes taken and allowed."""
+    bytes taken; `capacity` bytes are allowed."""
 
     plan: Plan
     seconds: float
     split: Split
     memory: tuple[StageMemory, ...]
-    capacities: tuple[float, ...]
+    capacity: float
 
     @property
     def throughput(self) -> float:
@@ -102,19 +97,8 @@ class Estimate:
 
     @property
     def headroom(self) -> float:
-        """Bytes that the memory margin allows and the fullest stage does not use."""
-        stages = zip(self.capacities, self.memory)
-        return min(room - stage.total for room, stage in stages)
-
-    @property
-    def fullest(self) -> tuple[float, float]:
-        """Bytes taken and allowed on the stage that takes the largest share of what it
-        may."""
-        shares = [
-            stage.total / room for stage, room in zip(self.memory, self.capacities)
-        ]
-        place = shares.index(max(shares))
-        return self.memory[place].total, self.capacities[place]
+        """Bytes that the memory margin allows and the heaviest stage does not use."""
+        return self.capacity - self.heaviest
 
 
 @dataclass(frozen=True)
@@ -173,7 +157,6 @@ class Cost:
             self.torch_adam = on_gpus and measured
         self.channels = self.cluster.inside.channels
         self._seconds: dict[Plan, float] = {}
-        self._others: dict[Device, Compute] = {}
         self.compute = Compute(self.model, self.cluster, self.precision, self.flash)
         engine = on_gpus and device.capability >= ENGINE_FROM
         self.memory = Memory(
@@ -194,29 +177,17 @@ class Cost:
     def fits(self, plan: Plan) -> bool:
         if plan.host and not self.host_holds(plan):
             return False
-        if not self.cluster.devices and self.spare >= 0:
-            return self.memory.heaviest(plan) + self.spare_bytes <= self.allowed(plan)
-        for stage, room in zip(self.memory.stages(plan), self._rooms(plan)):
-            if max(stage.total + self.spare_bytes, stage.certain) > room:
-                return False
-        return True
+        room = self.allowed(plan)
+        if self.memory.heaviest(plan) + self.spare_bytes > room:
+            return False
+        if self.spare >= 0:
+            return True
+        return max(stage.certain for stage in self.memory.stages(plan)) <= room
 
     def host_holds(self, plan: Plan) -> bool:
         """Whether the host has memory for the plan's optimizer."""
-        for stage, size in enumerate(self.memory.host_bytes(plan)):
-            if size > self.device(plan, stage).host_memory_gib * GIB:
-                return False
-        return True
-
-    def _rooms(self, plan: Plan) -> tuple[float, ...]:
-        """Bytes that each stage may take."""
-        weakest_room = self.allowed(plan)
-        rooms = []
-        for stage in range(plan.depth):
-            device = self.device(plan, stage)
-            further = device.memory_gib - self.cluster.device.memory_gib
-            rooms.append(weakest_room + self._share * further * GIB)
-        return tuple(rooms)
+        room = self.cluster.device.host_memory_gib * GIB
+        return max(self.memory.host_bytes(plan)) <= room
 
     def allowed(self, plan: Plan) -> float:
         """Bytes that a stage of the plan may take: the capacity, less the communicators
@@ -249,7 +220,8 @@ class Cost:
         """Simulated seconds of an iteration in the steady state."""
         if plan not in self._seconds:
             times = self.times(plan)
-            self._seconds[plan] = max(_simulated(plan, times), lower_bound(plan, times))
+            simulated = _simulated(plan, times)
+            self._seconds[plan] = max(simulated, lower_bound(plan, times))
         return self._seconds[plan]
 
     def lower_bound(self, plan: Plan) -> float:
@@ -285,50 +257,16 @@ class Cost:
             bubble=max(alone - work - update, 0.0),
         )
         stages = tuple(self.memory.stages(plan))
-        return Estimate(plan, seconds, split, stages, self._rooms(plan))
+        return Estimate(plan, seconds, split, stages, self.allowed(plan))
 
     @by_fields(STAGES)
     def stages(self, plan: Plan) -> list[MicrobatchTime]:
         """Work of one microbatch on each stage."""
-        computes = self._computes(plan)
-        works = []
-        for compute, layers in zip(computes, plan.layers_of(self.model)):
-            works.append(compute.layer(plan) * layers)
-        works[0] = works[0] + computes[0].embedding(plan)
-        works[-1] = works[-1] + computes[-1].output(plan)
+        layer = self.compute.layer(plan)
+        works = [layer * layers for layers in plan.layers_of(self.model)]
+        works[0] = works[0] + self.compute.embedding(plan)
+        works[-1] = works[-1] + self.compute.output(plan)
         return works
-
-    def device(self, plan: Plan, stage: int) -> Device:
-        """The weakest GPU of a stage, on which its other replicas wait."""
-        devices = self.cluster.devices
-        if not devices:
-            return self.cluster.device
-        servers = self.compute.layout(plan).servers[stage]
-        return _weakest(tuple(devices[server] for server in servers))
-
-    def _computes(self, plan: Plan) -> list[Compute]:
-        """The times of each stage's GPU."""
-        if not self.cluster.devices:
-            return [self.compute] * plan.depth
-        return [
-            self.compute_of(self.device(plan, stage)) for stage in range(plan.depth)
-        ]
-
-    def compute_of(self, device: Device) -> Compute:
-        if device not in self._others:
-            on = replace(self.cluster, device=device, devices=())
-            self._others[device] = Compute(self.model, on, self.precision, self.flash)
-        return self._others[device]
-
-    @cached_property
-    def fastest(self) -> Cost:
-        """These costs where all GPUs have the best figures of any: its times and
-        capacity are bounds."""
-        if not self.cluster.devices:
-            return self
-        device = weakest(self.cluster.devices, strongest=True)
-        cluster = replace(self.cluster, device=device, devices=())
-        return replace(self, cluster=cluster)
 
     def times(self, plan: Plan) -> Times:
         """The simulator's durations."""
@@ -371,7 +309,8 @@ class Cost:
             sum(self.times(plan).backward),
         )
         late = plan.pipeline.late_microbatches or plan.microbatches
-        return late * each - behind, each
+        hidden = late * each
+        return hidden - behind, each
 
     def late(self, plan: Plan) -> int:
         """Late microbatches whose window holds a step, if those of --two-bw-correction
@@ -392,7 +331,8 @@ class Cost:
         would hide too little."""
         if plan.schedule != "2bw" or not self._is_slow(plan):
             return None
-        return lower_bound(plan, replace(self.times(plan), transfer=[0.0] * plan.depth))
+        hidden = replace(self.times(plan), transfer=[0.0] * plan.depth)
+        return lower_bound(plan, hidden)
 
     @by_fields(STAGES)
     def _is_slow(self, plan: Plan) -> bool:
@@ -409,7 +349,8 @@ class Cost:
             return ()
         for extra in self._warmups(plan):
             if plan.depth + sum(extra) <= plan.microbatches:
-                if self.fits(plan.changed(extra_warmup=extra)):
+                hiding = plan.changed(extra_warmup=extra)
+                if self.fits(hiding):
                     return extra
         return ()
 
@@ -426,7 +367,8 @@ class Cost:
         most = bisect_left(range(1, plan.microbatches), True, key=too_large)
         if not most:
             return None
-        return math.ceil(plan.microbatches / math.ceil(plan.microbatches / most))
+        rounds = math.ceil(plan.microbatches / most)
+        return math.ceil(plan.microbatches / rounds)
 
     def _warmups(self, plan: Plan) -> Iterator[tuple[int, ...]]:
         """The least extra warm-up for each of several times of a microbatch, until none
@@ -440,11 +382,11 @@ class Cost:
         transfer = [each.seconds for each in messages]
         cycle = max(works + [each.occupied for each in messages])
         while True:
-            extra = warmup_for(cycle * (1 + MIN_HIDDEN_SHARE), works, transfer)
+            cycle *= 1 + MIN_HIDDEN_SHARE
+            extra = warmup_for(cycle, works, transfer)
             if not any(extra):
                 return
             yield extra
-            cycle *= 1 + MIN_HIDDEN_SHARE
 
     @by_fields(
         "tensor context depth width pipeline_inside microbatch sequence_parallel"
@@ -495,19 +437,18 @@ class Cost:
         if self.model.tied and plan.depth > 1 and not self.model.adapter_rank:
             words = self.model.padded_vocab(plan.tensor) * self.model.hidden
             words = words / plan.tensor * size.gradient
-            ends = all_reduce(self.cluster, self.compute.layout(plan).ends, words)
+            group = self.compute.layout(plan).ends
+            ends = all_reduce(self.cluster, group, words)
+        compute = self.compute
         update = []
-        for compute, counts in zip(self._computes(plan), self._parameters(plan)):
-            parameters, _, owned = counts
+        for parameters, _, owned in self._parameters(plan):
             if plan.host:
                 update.append(compute.host_update(owned, size.gradient, size.weight))
             else:
                 update.append(compute.update(parameters, owned))
-        gather = (
-            max(self._over_replicas(plan, scatter_or_gather, size.weight))
-            if sharded
-            else 0.0
-        )
+        gather = 0.0
+        if sharded:
+            gather = max(self._over_replicas(plan, scatter_or_gather, size.weight))
         reduce = self._over_replicas(plan, collective, size.gradient)
         return _Step(reduce, ends, update, gather)
 
@@ -519,7 +460,8 @@ class Cost:
         place = self.compute.layout(plan)
         seconds = []
         for parameters, experts, _ in self._parameters(plan):
-            taken = collective(self.cluster, place.data, (parameters - experts) * size)
+            others = (parameters - experts) * size
+            taken = collective(self.cluster, place.data, others)
             if experts:
                 taken += collective(self.cluster, place.same, experts * size)
             seconds.append(taken)
@@ -569,8 +511,9 @@ class Cost:
         rate = self.cluster.device.pcie_gb_s * 1e9
         size = bytes_of(self.precision, plan.grad_reduce_in_bf16).gradient
         waits = []
-        for seconds, work, counts in zip(reduce, works, self._parameters(plan)):
-            _, _, owned = counts
+        for stage, (_, _, owned) in enumerate(self._parameters(plan)):
+            seconds = reduce[stage]
+            work = works[stage]
             copies = owned * size / rate if plan.host else 0.0
             hidden = max(0.0, seconds - work.forward)
             waits.append(max(hidden, seconds + copies - work.total))
@@ -584,6 +527,8 @@ class Cost:
         least = max(BUCKET, BUCKET_OF_REPLICA * plan.replicas)
         buckets = math.ceil(parameters / least)
         collective = scatter_or_gather if plan.distributed_optimizer else all_reduce
-        start = collective(self.cluster, self.compute.layout(plan).data, 0.0)
+        group = self.compute.layout(plan).data
+        start = collective(self.cluster, group, 0.0)
         seconds += (buckets - 1) * start
-        return max(seconds - hidden * (1 - 1 / buckets), seconds / buckets)
+        overlapped = hidden * (1 - 1 / buckets)
+        return max(seconds - overlapped, seconds / buckets)

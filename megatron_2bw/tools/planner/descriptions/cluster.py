@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_2bw.base.errors import UserError, did_you_mean
+from megatron_2bw.tools.planner.descriptions.profile import Profile
 from megatron_2bw.tools.planner.descriptions.reading import (
     Amount,
     Count,
@@ -24,9 +25,6 @@ from megatron_2bw.tools.planner.descriptions.reading import (
     Share,
     presets,
 )
-
-if TYPE_CHECKING:
-    from megatron_2bw.tools.planner.descriptions.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Link(Described):
     gb_s: Positive
     latency_us: Amount  # of one message
     rails: Count = 1  # network cards of the server; one message uses one of them
-    measured: bool = False  # by `megatron-2bw plan profile`
+    measured: bool = False  # on these machines, as with nccl-tests
     pair_gb_s: Amount = 0.0  # inside a server, in a ring of 2 of its GPUs; 0: as gb_s
     four_gb_s: Amount = 0.0  # in a ring of 3 or 4 of them; 0: as gb_s
     # inside a server, of one message between two GPUs; 0: as in a ring of 2
@@ -50,14 +48,17 @@ class Link(Described):
     def rate(self, sharers: int, cards: int = 1) -> float:
         """Bytes per second of one of `sharers` concurrent messages, each over `cards`
         cards."""
-        return self.gb_s * 1e9 * min(1 / sharers, cards / self.rails, 1)
+        share = min(1 / sharers, cards / self.rails, 1)
+        return self.gb_s * 1e9 * share
 
     def share(self, servers: int) -> float:
         """The part of the rate that a collective over so many servers reaches; between
         2 and 16 servers by their logarithm."""
         if not self.many_gb_s:
             return 1
-        return (self.many_gb_s / self.gb_s) ** min(math.log2(servers / 2) / 3, 1)
+        least = self.many_gb_s / self.gb_s
+        between = math.log2(servers / 2) / 3
+        return least ** min(between, 1)
 
     def among(self, gpus: int) -> float:
         """Bytes per second of one of `gpus` GPUs of a server in their ring."""
@@ -88,8 +89,11 @@ class Link(Described):
             "4 GPUs": self.four_gb_s,
             "a message": self.message_gb_s,
         }
-        others = ", ".join(f"{name} {rate:.4g}" for name, rate in rates.items() if rate)
-        others = f" ({others})" if others else ""
+        given = []
+        for name, rate in rates.items():
+            if rate:
+                given.append(f"{name} {rate:.4g}")
+        others = f" ({', '.join(given)})" if given else ""
         return f"{self.gb_s:.4g} GB/s{others}, {self.latency_us:.4g} us"
 
 
@@ -148,26 +152,15 @@ class Cluster:
     name: str
     servers: int
     gpus_per_server: int
-    device: Device  # the `weakest` one if they differ
+    device: Device
     inside: Link
     between: Link
     # measured times of blocks
     profile: Profile | None = field(default=None, compare=False)
-    # the GPUs of each server, in the order of ranks, if they differ
-    devices: tuple[Device, ...] = ()
 
     def part(self, servers: int, gpus_per_server: int) -> Cluster:
         """The first `servers` servers, with so many GPUs each."""
-        devices = self.devices[:servers]
-        device = weakest(devices) if devices else self.device
-        devices = devices if len({*devices}) > 1 else ()
-        return replace(
-            self,
-            servers=servers,
-            gpus_per_server=gpus_per_server,
-            device=device,
-            devices=devices,
-        )
+        return replace(self, servers=servers, gpus_per_server=gpus_per_server)
 
     @property
     def gpus(self) -> int:
@@ -183,18 +176,16 @@ _HIGHER_IS_WEAKER = (
 )
 
 
-def weakest(devices: Iterable[Device], strongest: bool = False) -> Device:
-    """A device with the lowest of each figure; or with the highest."""
-    kinds = [*dict.fromkeys(devices)]
-    names = dict.fromkeys(device.name for device in kinds)
-    figures: dict[str, Any] = {"name": " and ".join(names)}
+def weakest(devices: Sequence[Device]) -> Device:
+    """The slowest of the devices, with the lowest of each figure."""
+    figures: dict[str, Any] = {}
     for entry in fields(Device):
         if entry.type != "str":
-            low = strongest == (entry.name in _HIGHER_IS_WEAKER)
-            values = map(attrgetter(entry.name), kinds)
-            figures[entry.name] = min(values) if low else max(values)
-    figures["flash"] = all(device.flash for device in kinds)
-    return replace(kinds[0], **figures)
+            worst = max if entry.name in _HIGHER_IS_WEAKER else min
+            values = map(attrgetter(entry.name), devices)
+            figures[entry.name] = worst(values)
+    slowest = min(devices, key=attrgetter("tflops"))
+    return replace(slowest, **figures)
 
 
 _DATA = presets("clusters.toml")
@@ -218,12 +209,15 @@ def network(text: str) -> Link:
     pattern = r"(?:(\d+)x)?(?:(\d+(?:\.\d+)?)(?:gbit|gbe)|(ib-\w+))"
     match = re.fullmatch(pattern, text.lower())
     cards, rate, name = match.groups() if match else (None, None, None)
-    total = int(cards or 1) * (INFINIBAND.get(name or "", 0) or float(rate or 0))
+    count = int(cards or 1)
+    each = INFINIBAND.get(name or "", 0) or float(rate or 0)
+    total = count * each
     if not total:
         raise argparse.ArgumentTypeError(
             f"{text}: give a rate, 100gbit or 8x400gbit, or {', '.join(INFINIBAND)}"
         )
-    return Link(0.8 * total / 8, 20 if name else 50, int(cards or 1))
+    latency = 20 if name else 50
+    return Link(0.8 * total / 8, latency, count)
 
 
 def preset(name: str, servers: int) -> Cluster:

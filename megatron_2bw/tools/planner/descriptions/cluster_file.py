@@ -1,8 +1,7 @@
 """Reads and writes the YAML file of a cluster; docs/planner.md shows one."""
 
-from __future__ import annotations
-
 import os
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from megatron_2bw.tools.planner.descriptions.cluster import (
     Device,
     Link,
     preset,
+    weakest,
 )
 from megatron_2bw.tools.planner.descriptions.profile import Profile
 from megatron_2bw.tools.planner.descriptions.reading import Count, Described, described
@@ -33,8 +33,7 @@ class _Group(Described):
 
 @dataclass(frozen=True)
 class _File(Described):
-    """`servers` and `gpu`, or `groups` in the order of ranks. profile: relative to the
-    YAML file."""
+    """`servers` and `gpu`, or `groups`. profile: relative to the YAML file."""
 
     gpus_per_server: Count
     inside: Link
@@ -57,29 +56,35 @@ def named_cluster(name: str) -> Cluster:
 
 def from_yaml(path: Path) -> Cluster:
     """The cluster of a YAML file, with its profile. UserError names the file and the
-    wrong entry."""
+    wrong entry.
+
+    Groups of different GPUs become a cluster of the `weakest` one.
+    """
     where = f"--cluster {path}"
     file = described(_File, read_yaml(path, "--cluster"), where)
     if bool(file.groups) == bool(file.gpu):
         raise UserError(f"{where}: give either gpu and servers, or groups")
     groups = file.groups or (_Group(file.servers, file.gpu),)
-    devices = tuple(
-        device
-        for group in groups
-        for device in [_device(group.gpu, f"{where}: gpu")] * group.servers
-    )
-    profile = Profile.load(path.parent / file.profile) if file.profile else None
-    whole = Cluster(
+    devices: list[Device] = []
+    servers = 0
+    for group in groups:
+        devices.append(_device(group.gpu, f"{where}: gpu"))
+        servers += group.servers
+    device = weakest(devices)
+    if devices != [device] * len(devices):
+        print(
+            f"groups of different GPUs: planned as if all were the slowest, {device.name}",
+            file=sys.stderr,
+        )
+    return Cluster(
         file.name or str(path),
-        0,
-        0,
-        devices[0],
+        servers,
+        file.gpus_per_server,
+        device,
         file.inside,
         file.between,
-        profile,
-        devices,
+        Profile.load(path.parent / file.profile) if file.profile else None,
     )
-    return whole.part(len(devices), file.gpus_per_server)
 
 
 def _device(gpu: str | dict[str, Any], where: str) -> Device:
@@ -103,8 +108,8 @@ def _device(gpu: str | dict[str, Any], where: str) -> Device:
 
 
 def to_yaml(cluster: Cluster, path: Path) -> None:
-    """Write a file from which `from_yaml` reads the same cluster of equal GPUs, without
-    its profile."""
+    """Write a file from which `from_yaml` reads the same cluster, without its
+    profile."""
     import yaml
 
     whole = asdict(cluster)

@@ -5,8 +5,6 @@ Invariant: Megatron builds the same model from the Model's flags; a file for whi
 would not is refused.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The model and the cluster that a command line describes: presets, files, or
 Megatron's flags."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -130,7 +128,9 @@ def dense_layers(frequency: str | int | list[int]) -> int:
 
 def _named_model(name: str, sequence: int | None) -> Model:
     """The model of --model: a preset, a config.json, or its folder."""
-    path = Path(name, "config.json") if os.path.isdir(name) else Path(name)
+    path = Path(name)
+    if path.is_dir():
+        path /= "config.json"
     if path.suffix != ".json" and not os.path.isfile(path):
         return models.preset(name, sequence)
     model = from_hugging_face(path, sequence)
@@ -153,22 +153,10 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
             f"{cluster.gpus_per_server}"
         )
     profile = Profile.load(options.profile) if options.profile else cluster.profile
-    for name, value in (("servers", options.servers), ("profile", profile)):
-        if value and cluster.devices:
-            raise UserError(
-                f"{flag(name)}: --cluster {options.cluster} has groups of different GPUs; leave it out"
-            )
-    inside = cluster.inside
-    between = cluster.between
-    if profile:
-        inside = profile.inside or inside
-        if profile.between:
-            between = replace(profile.between, rails=between.rails)
     return replace(
         cluster,
         servers=servers,
         gpus_per_server=per_server,
         profile=profile,
-        inside=inside,
-        between=options.link or between,
+        between=options.link or cluster.between,
     )

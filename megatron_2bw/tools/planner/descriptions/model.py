@@ -110,7 +110,8 @@ class Model(Described):
         if self.bias or self.qkv_bias:
             count += (self.query_size + 2 * self.key_size) / tensor
         if self.bias:  # whole ones of the row-parallel layers
-            count += self.hidden + (self.experts or self._mlp_biases(self.ffn, tensor))
+            mlp = self.experts or self._mlp_biases(self.ffn, tensor)
+            count += self.hidden + mlp
         return count + self.expert_parameters(tensor, expert)
 
     def expert_parameters(self, tensor: int = 1, expert: int = 1) -> float:
@@ -217,8 +218,11 @@ class Model(Described):
         """Forward of the output layer (and BERT's head before it) on one of `tensor`
         ranks."""
         tokens = microbatch * self.sequence
-        head = 2 * tokens * self.hidden * self.hidden if self.kind == "bert" else 0
-        return 2 * tokens * self.hidden * self.padded_vocab(tensor) / tensor + head
+        head = 0
+        if self.kind == "bert":
+            head = 2 * tokens * self.hidden * self.hidden
+        words = 2 * tokens * self.hidden * self.padded_vocab(tensor)
+        return words / tensor + head
 
     def sample_flops(self) -> float:
         """Floating-point operations of one sample, forward and backward, without
@@ -228,7 +232,8 @@ class Model(Described):
         matrices, scores = self.layer_flops(1)
         weights = self.layers * matrices + self.output_flops(1)
         parts = 2 if self.adapter_rank else 3
-        weights += self.dense * (self.without_experts.layer_flops(1)[0] - matrices)
+        plain, _ = self.without_experts.layer_flops(1)
+        weights += self.dense * (plain - matrices)
         return parts * weights + 3 * self.layers * scores / 2
 
     def flags(self) -> list[str]:

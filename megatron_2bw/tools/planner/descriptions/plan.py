@@ -3,7 +3,7 @@ Python."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from operator import attrgetter
@@ -148,7 +148,8 @@ class Plan:
             name += " 1 slot" if self.gradient_slots == 1 else " shard"
         if self.gpipe_round:
             name += f" round {self.gpipe_round}"
-        return f"{name} +{sum(self.extra)}" if any(self.extra) else name
+        extra = sum(self.extra)
+        return f"{name} +{extra}" if extra else name
 
     @property
     def extra(self) -> tuple[int, ...]:
@@ -194,29 +195,28 @@ class Plan:
         if self.stages or self.depth == 1:
             return [*self.stages] or [model.layers]
         middle = self.depth - bool(self.first) - bool(self.last)
-        each = (model.layers - self.first - self.last) // middle if middle else 0
-        return [self.first or each, *[each] * (self.depth - 2), self.last or each]
+        each = 0
+        if middle:
+            each = (model.layers - self.first - self.last) // middle
+        between = [each] * (self.depth - 2)
+        return [self.first or each, *between, self.last or each]
 
     @property
     def layout(self) -> str | None:
         """`stages` in Megatron's notation: Et*3|t*2|t*2L."""
         if not self.stages:
             return None
-        return f"E{'|'.join(f't*{layers}' for layers in self.stages)}L"
-
-    def with_layers(self, stages: Sequence[int]) -> Plan:
-        """The plan with so many layers on each stage."""
-        if len({*stages}) == 1:
-            return self.changed(first=0, last=0, stages=())
-        if len({*stages[1:-1]}) < 2:
-            return self.changed(first=stages[0], last=stages[-1], stages=())
-        return self.changed(first=0, last=0, stages=tuple(stages))
+        chunks = "|".join(f"t*{layers}" for layers in self.stages)
+        return f"E{chunks}L"
 
     def flags(self, precision: str = "bf16") -> list[str]:
         """Megatron's and this project's flags of the configuration."""
         # 2bw's late step needs no flag for that
         overlaps = self.schedule == "megatron" and self.replicas > 1
-        extra = self.extra[:1] if len(set(self.extra)) == 1 else self.extra
+        extra = self.extra
+        if len(set(extra)) == 1:
+            extra = extra[:1]
+        extra = ",".join(map(str, extra))
         full = self.recompute == "full"
         layers = self.recompute_layers
         slots = self.schedule == "2bw" and self.gradient_slots != 2
@@ -243,7 +243,7 @@ class Plan:
             (full, f"--recompute-method uniform --recompute-num-layers {layers}"),
             (slots, f"--two-bw-gradient-slots {self.gradient_slots}"),
             (self.host, "--two-bw-optimizer host"),
-            (any(self.extra), f"--two-bw-extra-warmup {','.join(map(str, extra))}"),
+            (any(self.extra), f"--two-bw-extra-warmup {extra}"),
             (self.gpipe_round, f"--gpipe-round {self.gpipe_round}"),
             (self.corrected, "--two-bw-correction auto"),
             (self.late, f"--two-bw-late-microbatches {self.late}"),

@@ -1,8 +1,8 @@
-"""Measured times for the planner: one block, the output layer, the optimizer's step,
-the links. Pure Python.
+"""Measured times for the planner: one block, the output layer, the optimizer's step.
+Pure Python.
 
 Invariant: every time was measured with Megatron's own classes on one machine
-(measure/blocks.py, measure/links.py). A field that was not measured is None.
+(measure/blocks.py).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from megatron_2bw.base.errors import UserError
 from megatron_2bw.base.files import read_yaml, write_json
-from megatron_2bw.tools.planner.descriptions.cluster import Link
 from megatron_2bw.tools.planner.descriptions.model import FLAGS, Model
 from megatron_2bw.tools.planner.descriptions.reading import (
     Count,
@@ -29,17 +29,11 @@ MEASURED = "MEASURED"
 
 @dataclass(frozen=True)
 class BlockTime(Described):
-    """Seconds of one forward and one backward on `microbatch` samples, on one of
-    `tensor` tensor-parallel ranks.
-
-    With more than one rank the messages between them are included; on GPUs with
-    sequence parallelism.
-    """
+    """Seconds of one forward and one backward on `microbatch` samples."""
 
     microbatch: Count
     forward: Positive
     backward: Positive
-    tensor: Count = 1
 
 
 @dataclass(frozen=True)
@@ -61,8 +55,7 @@ class Profile(Described):
     gated: bool
     dropout: bool
     vocab: int  # of the output layer
-    # of one transformer layer, in ascending order of tensor-parallel ranks,
-    # microbatches
+    # of one transformer layer, in ascending order of microbatches
     blocks: tuple[BlockTime, ...]
     # of final norm, output layer and loss, in this order; no embedding
     output: tuple[BlockTime, ...]
@@ -72,22 +65,14 @@ class Profile(Described):
     optimizer: str
     threads: int  # of torch, on a CPU
     made_with: str  # versions, and the name of Megatron's layer implementation
-    inside: Link | None = None  # a server; None if the job had no such link
-    between: Link | None = None  # servers
 
-    def layer(self, microbatch: float, tensor: int = 1) -> tuple[float, float]:
-        """(forward, backward) seconds of one transformer layer. KeyError if no such
-        number of ranks was measured."""
-        return _at(self.blocks, microbatch, tensor)
+    def layer(self, microbatch: float) -> tuple[float, float]:
+        """(forward, backward) seconds of one transformer layer."""
+        return _at(self.blocks, microbatch)
 
-    def output_layer(self, microbatch: float, tensor: int = 1) -> tuple[float, float]:
-        """(forward, backward) seconds of final norm, output layer and loss. KeyError as
-        in `layer`."""
-        return _at(self.output, microbatch, tensor)
-
-    def measured_with(self, tensor: int) -> bool:
-        """Whether so many tensor-parallel ranks were measured."""
-        return any(point.tensor == tensor for point in self.blocks)
+    def output_layer(self, microbatch: float) -> tuple[float, float]:
+        """(forward, backward) seconds of final norm, output layer and loss."""
+        return _at(self.output, microbatch)
 
     def fits(self, model: Model, precision: str) -> str | None:
         """None if layers of this shape were measured in `precision`; else one line that
@@ -110,20 +95,36 @@ class Profile(Described):
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """Read what `save` wrote. UserError names the wrong entry."""
+        """Read what `save` wrote. UserError names the wrong entry.
+
+        Older files also have links, and times on several tensor-parallel ranks: both
+        are ignored.
+        """
         where = f"--profile {path}"
         entries = read_yaml(path, "--profile")
         if not isinstance(entries, dict) or entries.pop("kind", None) != KIND:
             raise UserError(
                 f"{where}: not a profile; `megatron-2bw plan profile --json PATH` writes one"
             )
-        entries.pop("terms", None)  # of older files
+        for name in ("terms", "inside", "between"):
+            entries.pop(name, None)
+        for name in ("blocks", "output"):
+            entries[name] = _on_one_rank(entries.get(name))
         return described(cls, entries, where)
 
 
-def _at(
-    measured: tuple[BlockTime, ...], microbatch: float, tensor: int
-) -> tuple[float, float]:
+def _on_one_rank(points: Any) -> Any:
+    """The points of an older file that were measured on one rank."""
+    if not isinstance(points, list):
+        return points
+    kept = []
+    for point in points:
+        if not isinstance(point, dict) or point.pop("tensor", 1) == 1:
+            kept.append(point)
+    return kept
+
+
+def _at(points: tuple[BlockTime, ...], microbatch: float) -> tuple[float, float]:
     """(forward, backward) at a microbatch: linear between its neighbours, and beyond
     the ends through the last two.
 
@@ -131,9 +132,6 @@ def _at(
     is at most that point's, and at least in proportion to it: a smaller microbatch is
     not more efficient.
     """
-    points = [point for point in measured if point.tensor == tensor]
-    if not points:
-        raise KeyError(tensor)
     first = points[0]
     last = points[-1]
     share = microbatch / points[0].microbatch

@@ -1,8 +1,6 @@
 """The typed reading of the files that describe a model, a cluster or a profile: a
 mapping becomes a dataclass."""
 
-from __future__ import annotations
-
 import tomllib
 from importlib.resources import files
 from typing import Annotated, Any, ClassVar
@@ -57,4 +55,5 @@ def described[Kind](kind: type[Kind], entries: Any, where: str) -> Kind:
         return TypeAdapter(kind).validate_python({} if entries is None else entries)
     except ValidationError as error:
         fault = error.errors(include_input=False)[0]
-    raise UserError(f"{where}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}")
+    entry = ".".join(map(str, fault["loc"]))
+    raise UserError(f"{where}: {entry}: {fault['msg']}")

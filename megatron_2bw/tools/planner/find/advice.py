@@ -5,8 +5,6 @@ Invariant: a plan with gradient delay is first only if it is faster than every e
 plan by more than the error and the delay's cost in convergence.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
@@ -47,16 +45,19 @@ def ranked(search: Search, count: int) -> tuple[list[Plan], int]:
     exact = tuple(name for name in search.space.schedules if name not in LATE)
     if exact and not _exact(plan):
         space = replace(search.space, schedules=exact)
-        further = Search(search.cost, space, limit=seconds * (1 + DELAY) * within)
+        limit = seconds * (1 + DELAY) * within
+        further = Search(search.cost, space, limit=limit)
         fastest += itertools.islice(further, count)
     scores = {}
     for seconds, plan in fastest:
-        scores[plan] = seconds * (1 if _exact(plan) else 1 + DELAY)
+        delay = 0 if _exact(plan) else DELAY
+        scores[plan] = seconds * (1 + delay)
     limit = min(scores.values()) * within
     plans = sorted(scores, key=scores.__getitem__)
     ties = [plan for plan in plans if scores[plan] <= limit]
     others = plans[len(ties) :]
-    return [*sorted(ties, key=_burden), *others][:count], min(len(ties), count)
+    advised = sorted(ties, key=_burden) + others
+    return advised[:count], min(len(ties), count)
 
 
 def _exact(plan: Plan) -> bool:

@@ -5,8 +5,6 @@ Invariant: what is legal here trains; Megatron's own check of its arguments
 (validate_args) accepts much that fails, or builds another model, later.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron_2bw.run.flags.rule import installed

@@ -6,8 +6,6 @@ order. One queue holds the plans by a lower bound on their time per sample. The 
 tightens in steps: shape, stages, schedule, plan, simulation.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math
@@ -17,16 +15,12 @@ from dataclasses import replace
 
 from megatron_2bw.tools.planner.cost.bounds import work_bound
 from megatron_2bw.tools.planner.cost.simulated import Cost
-from megatron_2bw.tools.planner.descriptions.cluster import Device
 from megatron_2bw.tools.planner.descriptions.plan import Plan, by_fields
 from megatron_2bw.tools.planner.find.legality import (
     may_divide_sequences,
     violations,
 )
 from megatron_2bw.tools.planner.find.space import LATE, Space
-
-# layers by which a stage may differ from its share, on clusters of different GPUs
-WIDER = 2
 
 
 class Search:
@@ -62,7 +56,8 @@ class Search:
     def __iter__(self) -> Iterator[tuple[float, Plan]]:
         """Search, once."""
         for plan in self.shapes():
-            self._put(self._shape_bound(plan), "shape", plan)
+            least = self._shape_bound(plan)
+            self._put(least, "shape", plan)
         yielded: set[tuple] = set()
         while self._queue:
             bound, _, state, plan = heapq.heappop(self._queue)
@@ -72,7 +67,8 @@ class Search:
                 self._divide(plan)
             elif state == "split":
                 for scheduled in self._schedules(plan):
-                    self._put(self._work_bound(scheduled), "schedule", scheduled)
+                    least = self._work_bound(scheduled)
+                    self._put(least, "schedule", scheduled)
             elif state == "schedule":
                 self._vary(bound, plan)
             elif self.distinct and _key(plan) in yielded:
@@ -82,13 +78,15 @@ class Search:
                 if extra:
                     self._put_bound(bound, plan.changed(extra_warmup=extra))
             elif state == "bound":
-                self._simulate(bound, plan.changed(late=self.cost.late(plan)))
+                late = self.cost.late(plan)
+                self._simulate(bound, plan.changed(late=late))
             else:
                 yielded.add(_key(plan))
                 yield bound, plan
 
     def _put(self, bound: float, state: str, plan: Plan) -> None:
-        heapq.heappush(self._queue, (bound, next(self._number), state, plan))
+        entry = (bound, next(self._number), state, plan)
+        heapq.heappush(self._queue, entry)
 
     def _put_bound(self, bound: float, plan: Plan) -> None:
         least = self.cost.lower_bound(plan) / plan.global_batch
@@ -96,7 +94,7 @@ class Search:
 
     def _divide(self, shape: Plan) -> None:
         """Enter the divisions of a shape's layers."""
-        if self._least_memory(shape) > self.cost.fastest.capacity:
+        if self._least_memory(shape) > self.cost.capacity:
             self.too_large.append(self._leanest(shape))
             return
         for split in self.split(shape):
@@ -111,7 +109,8 @@ class Search:
             self._put_bound(bound, plan)
             ahead = self.cost.bound_ahead(plan) if self.space.extra_warmup else None
             if ahead is not None:
-                self._put(max(ahead / plan.global_batch, bound), "ahead", plan)
+                seconds = ahead / plan.global_batch
+                self._put(max(seconds, bound), "ahead", plan)
 
     def _simulate(self, bound: float, plan: Plan) -> None:
         """Enter the plan with its time, if it fits."""
@@ -121,7 +120,8 @@ class Search:
                 return  # that takes as long
         if fits(plan):
             self.examined += 1
-            self._put(self.cost.seconds(plan) / plan.global_batch, "exact", plan)
+            seconds = self.cost.seconds(plan) / plan.global_batch
+            self._put(seconds, "exact", plan)
             return
         size = self.cost.gpipe_round(plan)
         if size is None:
@@ -132,7 +132,9 @@ class Search:
     def _leaner(self, plan: Plan) -> Plan:
         """Where two gradient slots of 2bw do not fit: one and a shard, or the optimizer
         on a host that holds it."""
-        if (plan.schedule, plan.gradient_slots) != ("2bw", 2) or self.cost.fits(plan):
+        if plan.schedule != "2bw" or plan.gradient_slots != 2:
+            return plan
+        if self.cost.fits(plan):
             return plan
         shard = plan.changed(gradient_slots="shard")
         if plan.distributed_optimizer and self.cost.fits(shard):
@@ -144,8 +146,9 @@ class Search:
     def _shape_bound(self, plan: Plan) -> float:
         """Seconds per sample if the stages had equal work and never waited."""
         one_stage = replace(plan, depth=1, width=plan.width * plan.depth)
-        (work,) = self.cost.fastest.stages(one_stage)
-        return work.total / (plan.depth * plan.microbatch * plan.width)
+        (work,) = self.cost.stages(one_stage)
+        samples = plan.depth * plan.microbatch * plan.width
+        return work.total / samples
 
     def _leanest(self, shape: Plan) -> Plan:
         """A plan of the shape with little memory, which may be the smallest of all."""
@@ -162,21 +165,18 @@ class Search:
         total = 0.0
         for stage in enumerate(shape.layers_of(self.model)):
             weights, gradients, _ = memory.state(shape, *stage, 1)
-            total += weights + gradients + memory.frozen(shape, *stage)
+            frozen = memory.frozen(shape, *stage)
+            total += weights + gradients + frozen
         return total / shape.depth
 
     def _split_bound(self, plan: Plan) -> float:
         """Seconds per sample if the busiest stage never waited."""
-        longest = max(work.total for work in self.cost.fastest.stages(plan))
+        longest = max(work.total for work in self.cost.stages(plan))
         return longest / (plan.microbatch * plan.width)
 
     def _work_bound(self, plan: Plan) -> float:
         """Seconds per sample of the stages' computation and of the end of a batch."""
-        orders = [plan]
-        if self.cost.cluster.devices:
-            orders.append(plan.changed(pipeline_inside=True))
-        works = map(self.cost.stages, orders)
-        seconds = min(work_bound(plan, work) for work in works)
+        seconds = work_bound(plan, self.cost.stages(plan))
         reduction, update = self._least_end(plan)
         if plan.schedule == "2bw":
             seconds = max(seconds, reduction)
@@ -206,7 +206,10 @@ class Search:
         self, tensor: int, context: int, depth: int, width: int
     ) -> Iterator[Plan]:
         space = self.space
-        powers = [2**k for k in range(12) if 2**k * width <= space.batch]
+        powers = []
+        for k in range(12):
+            if 2**k * width <= space.batch:
+                powers.append(2**k)
         parts = 1
         if self.model.experts:
             parts = math.gcd(self.model.experts, context * width)
@@ -226,7 +229,8 @@ class Search:
                 yield from self._legal_shapes(plan)
 
     def _legal_shapes(self, plan: Plan) -> Iterator[Plan]:
-        first, last = [*self.splits(plan.depth), (0, 0)][0]
+        splits = [*self.splits(plan.depth), (0, 0)]
+        first, last = splits[0]
         divided = self.space.sequence_parallel and plan.tensor > 1
         plan = plan.changed(
             first=first,
@@ -251,47 +255,14 @@ class Search:
     def split(self, shape: Plan) -> Iterator[Plan]:
         """The shape with its layers divided."""
         whole_stages = shape.recompute_layers > 1
-        for split in self.layouts(shape):
+        for first, last in self.splits(shape.depth):
+            split = shape.changed(first=first, last=last)
             longest = max(split.layers_of(self.model))
             if not whole_stages:
                 yield split
             # with one layer a stage it is "full"
             elif longest > 1 or "full" not in self.space.recompute:
                 yield split.changed(recompute_layers=longest)
-
-    def layouts(self, shape: Plan) -> Iterator[Plan]:
-        """The shape with layers on each stage. Stages between the ends have as many as
-        the others on the same GPUs."""
-        devices = []
-        if self.cost.cluster.devices:
-            for stage in range(shape.depth):
-                devices.append(self.cost.device(shape, stage))
-        if len({*devices}) > 1 and self.space.uneven:
-            yield from self._layouts_by_speed(shape, devices)
-            return
-        for first, last in self.splits(shape.depth):
-            yield shape.changed(first=first, last=last)
-
-    def _layouts_by_speed(self, shape: Plan, devices: list[Device]) -> Iterator[Plan]:
-        """By its speed each GPU has a share of the layers; a stage may have up to WIDER
-        more or less."""
-        layers = self.model.layers
-        totals = {}
-        for device in devices:
-            totals[device] = self.cost.compute_of(device).layer(shape).total
-        each = layers / sum(1 / totals[device] for device in devices)
-        near = {}
-        for device, total in totals.items():
-            least = max(math.floor(each / total) - WIDER, 1)
-            near[device] = range(least, math.ceil(each / total) + WIDER + 1)
-        middle = [*dict.fromkeys(devices[1:-1])]
-        for counts in itertools.product(*map(near.get, middle)):
-            count_of = dict(zip(middle, counts))
-            between = [count_of[device] for device in devices[1:-1]]
-            for first in near[devices[0]]:
-                last = layers - sum(between) - first
-                if last in near[devices[-1]]:
-                    yield shape.with_layers([first, *between, last])
 
     def splits(self, depth: int) -> list[tuple[int, int]]:
         """(first, last) layers of uneven stages; (0, 0) for an even split.
@@ -304,15 +275,19 @@ class Search:
         splits = [(0, 0)] if layers % depth == 0 else []
         if depth == 1 or not self.space.uneven:
             return splits
-        longest = -(-layers // depth) + 2
+        longest = math.ceil(layers / depth) + 2
         if depth == 2:
             longest = max(longest, layers // 2 + layers // 8)
-            return splits + [
-                pair for pair in _ends(layers, longest) if len({*pair}) > 1
-            ]
-        for middle in range(max(layers // depth - 1, 1), longest + 1):
-            pairs = _ends(layers - middle * (depth - 2), longest)
-            splits += [pair for pair in pairs if pair != (middle, middle)]
+            for first, last in _ends(layers, longest):
+                if first != last:
+                    splits.append((first, last))
+            return splits
+        shortest = max(layers // depth - 1, 1)
+        for middle in range(shortest, longest + 1):
+            rest = layers - middle * (depth - 2)
+            for pair in _ends(rest, longest):
+                if pair != (middle, middle):
+                    splits.append(pair)
         return splits
 
     def variants(self, plan: Plan) -> Iterator[Plan]:
@@ -376,15 +351,18 @@ def _key(plan: Plan) -> tuple[int, int, int, int, str]:
 
 def _ends(layers: int, longest: int) -> Iterator[tuple[int, int]]:
     """(first, last) of two stages with so many layers together."""
-    for first in range(max(layers - longest, 1), min(longest, layers - 1) + 1):
+    least = max(layers - longest, 1)
+    most = min(longest, layers - 1)
+    for first in range(least, most + 1):
         yield first, layers - first
 
 
 def _divisors(number: int, allowed: tuple[int, ...] | None) -> list[int]:
-    divisors = [k for k in range(1, number + 1) if number % k == 0]
-    if allowed is None:
-        return divisors
-    return [k for k in divisors if k in allowed]
+    divisors = []
+    for k in range(1, number + 1):
+        if number % k == 0 and (allowed is None or k in allowed):
+            divisors.append(k)
+    return divisors
 
 
 def on_fewer(

@@ -1,7 +1,5 @@
 """The choices of a search. Pure Python."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron_2bw.tools.planner.descriptions.plan import RECOMPUTE

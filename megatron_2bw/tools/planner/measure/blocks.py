@@ -1,37 +1,31 @@
 """Measures and writes a profile: the times of one Megatron block, the output layer and
 the optimizer's step.
 
-Under torchrun a block is also split over tensor-parallel ranks: over 2, 4 and so on up
-to the ranks of a server.
-
 Invariant: all timed objects are of Megatron's own classes, constructed and stepped as
 in its training loop. Only the functions that measure import torch and Megatron.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
 import gc
 import importlib.util
-import io
-import math
 import os
+import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, replace
-from pathlib import Path
+from dataclasses import fields
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
-from megatron_2bw.base.errors import UserError, file_errors, whole_number
-from megatron_2bw.tools.planner.descriptions.inputs import numbers
+from megatron_2bw.base.errors import Parser, UserError, file_errors
+from megatron_2bw.tools.command_line import TYPES, parser_of
+from megatron_2bw.tools.planner.descriptions.inputs import add_model_flags, numbers
 from megatron_2bw.tools.planner.descriptions.model import Model
 from megatron_2bw.tools.planner.descriptions.profile import MEASURED, BlockTime, Profile
-from megatron_2bw.tools.planner.measure.link_rates import (
-    links_of_job,
-    medians,
-    on_all,
-    process_group,
-)
+
+# discarded rounds; a GPU's clocks take a while to rise
+WARM_UP = {"cpu": 2, "cuda": 10}
 
 
 def measure_block(
@@ -41,18 +35,16 @@ def measure_block(
     device: str,
     repeats: int = 10,
 ) -> Profile:
-    """The profile, without links, of `model`'s layer and output layer on this process's
-    cpu or cuda device.
+    """The profile of `model`'s layer and output layer on this process's cpu or cuda
+    device.
 
     The layer is a middle stage with one layer, and the output layer a last stage
     without layers. Both are Megatron's GPTModel in its DistributedDataParallel, which
     accumulates gradients as in training. BERT's layers are Megatron's local ones with a
-    padding mask; its output layer is approximated by GPT's. Every rank of the default
-    process group must call it. Without one it measures this process alone. Microbatches
-    that exceed the memory are omitted; UserError if the smallest one does.
+    padding mask; its output layer is approximated by GPT's. Microbatches that exceed the
+    memory are omitted; UserError if the smallest one does.
     """
     import torch
-    import torch.distributed as dist
     from megatron.core import __version__
 
     engine = (
@@ -63,22 +55,14 @@ def measure_block(
     implementation = "transformer_engine" if engine else "local"
     sizes = sorted(set(microbatches))
     found = {"layer": (), "output layer": ()}
-    with contextlib.nullcontext() if dist.is_initialized() else process_group(device):
-        for tensor in _splits(model, dist.get_world_size()):
-            with _parallel(device, tensor):
-                for name in found:
-                    stage = _stage(
-                        model, precision, device, implementation, last=name != "layer"
-                    )
-                    found[name] += _sweep(name, stage, model, sizes, device, repeats)
-                    if (name, tensor) == ("layer", 1):
-                        step, optimizer = _time_optimizer(
-                            stage, precision, device, repeats
-                        )
-                    del stage
-                    gc.collect()  # Megatron's hooks and buffers form reference cycles
-            mine = [point.microbatch for point in found["layer"] if point.tensor == 1]
-            sizes = sorted(set(mine).intersection(*on_all(mine)))
+    with _alone(device):
+        for name in found:
+            stage = _stage(model, precision, device, implementation, name != "layer")
+            found[name] = _sweep(name, stage, model, sizes, device, repeats)
+            if name == "layer":
+                step, optimizer = _time_optimizer(stage, precision, device, repeats)
+            del stage
+            gc.collect()  # Megatron's hooks and buffers form reference cycles
     shape = {
         field.name: getattr(model, field.name)
         for field in fields(Profile)
@@ -101,20 +85,12 @@ def measure_block(
     )
 
 
-def _splits(model: Model, ranks: int) -> list[int]:
-    """Numbers of tensor-parallel ranks to measure: powers of two that divide a server's
-    ranks and the layer."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    divisor = math.gcd(
-        local, ranks, model.heads, model.groups, model.ffn, model.sequence
-    )
-    return [size for size in (1, 2, 4, 8) if divisor % size == 0]
-
-
 @contextlib.contextmanager
-def _parallel(device: str, tensor: int) -> Iterator[None]:
-    """Megatron's parallel state with `tensor` tensor-parallel ranks, until the block
-    ends."""
+def _alone(device: str) -> Iterator[None]:
+    """torch's default process group and Megatron's parallel state of this process
+    alone, until the block ends."""
+    import torch.distributed as dist
+
     from megatron_2bw.mcore import cpu, patches, rebinding
 
     with contextlib.ExitStack() as undo:
@@ -133,10 +109,12 @@ def _parallel(device: str, tensor: int) -> Iterator[None]:
             )
         from megatron.core import parallel_state, tensor_parallel
 
+        backend = "gloo" if device == "cpu" else "nccl"
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        undo.callback(dist.destroy_process_group)
         undo.callback(parallel_state.destroy_model_parallel)
-        parallel_state.initialize_model_parallel(
-            tensor, create_gloo_process_groups=False
-        )
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         undo.callback(tensor_parallel.get_cuda_rng_tracker().reset)
         yield
@@ -172,7 +150,7 @@ def _stage(
     stage = GPTModel(
         config,
         spec,
-        model.padded_vocab(config.tensor_model_parallel_size),
+        model.padded_vocab(1),
         model.sequence,
         pre_process=False,
         post_process=last,
@@ -191,10 +169,8 @@ def _config(model: Model, precision: str, device: str, implementation: str) -> A
     """Megatron's configuration, with the fusions that are on by default and available
     on this machine."""
     import torch
-    from megatron.core import parallel_state
     from megatron.core.transformer import TransformerConfig
 
-    tensor = parallel_state.get_tensor_model_parallel_world_size()
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[
         precision
     ]
@@ -227,8 +203,6 @@ def _config(model: Model, precision: str, device: str, implementation: str) -> A
         use_cpu_initialization=not gpu,
         attention_softmax_in_fp32=False,
         transformer_impl=implementation,
-        tensor_model_parallel_size=tensor,
-        sequence_parallel=gpu and tensor > 1,
         bias_activation_fusion=gpu and (model.gated or model.bias),
         bias_dropout_fusion=gpu,
         masked_softmax_fusion=compiled("scaled_masked_softmax_cuda"),
@@ -251,11 +225,11 @@ def _sweep(
         except torch.OutOfMemoryError:
             print(f"{name}, microbatch {size}: does not fit the memory", flush=True)
             break
-        tensor = stage.config.tensor_model_parallel_size
-        points.append(BlockTime(size, forward, backward, tensor))
-        ranks = f" on {tensor} ranks" * (tensor > 1)
-        times = f"forward {1e3 * forward:.3f} ms, backward {1e3 * backward:.3f} ms"
-        print(f"{name}{ranks}, microbatch {size}: {times} {MEASURED}", flush=True)
+        points.append(BlockTime(size, forward, backward))
+        there = 1e3 * forward
+        back = 1e3 * backward
+        times = f"forward {there:.3f} ms, backward {back:.3f} ms"
+        print(f"{name}, microbatch {size}: {times} {MEASURED}", flush=True)
     if not points:
         raise UserError(
             f"--microbatches {sizes[0]}: the {name} does not fit the memory"
@@ -270,11 +244,8 @@ def _passes(
     import torch
 
     with torch.device(device):
-        config = stage.config
-        length = model.sequence // (
-            config.tensor_model_parallel_size if config.sequence_parallel else 1
-        )
-        entering = torch.randn(length, size, model.hidden, dtype=config.params_dtype)
+        dtype = stage.config.params_dtype
+        entering = torch.randn(model.sequence, size, model.hidden, dtype=dtype)
         gradient = torch.randn_like(entering)
         masked = torch.ones(
             1, 1, model.sequence, model.sequence, dtype=torch.bool
@@ -337,64 +308,27 @@ def _time_optimizer(
     return seconds, name
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `megatron-2bw plan profile`, without those of the model."""
-    add = parser.add_argument
-    add(
-        "--json",
-        type=Path,
-        required=True,
-        metavar="PATH",
-        help="the file to write the profile to",
-    )
-    sizes = "sizes to measure (default: 1,2,4,8)"
-    add(
-        "--microbatches",
-        type=numbers,
-        default=(1, 2, 4, 8),
-        metavar="N,...",
-        help=sizes,
-    )
-    default = "default: fp32 on a CPU, bf16 on a GPU that has it, fp16 on others"
-    add("--precision", choices=("fp32", "bf16", "fp16"), help=default)
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add(
-        "--repeats",
-        type=whole_number(1),
-        default=10,
-        help="rounds; their median counts (default: 10)",
-    )
+def profile_parser(prog: str) -> Parser:
+    types = TYPES | {"numbers": numbers}
+    parser = parser_of(prog, __file__, types)
+    add_model_flags(parser)
+    return parser
 
 
 def measure_blocks(options: argparse.Namespace, model: Model) -> int:
-    """Measure and write the profile; the exit status.
-
-    Under torchrun all ranks measure concurrently, because the ranks of a training share
-    caches, memory and power. The times of the first rank count. UserError of another
-    rank than the first is `reported_elsewhere`.
-    """
-    first = os.environ.get("RANK", "0") == "0"
-    try:
-        with file_errors(f"--json {options.json}"):  # known before minutes of measuring
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-        device, precision = _place(options)
-        quiet = (
-            contextlib.nullcontext()
-            if first
-            else contextlib.redirect_stdout(io.StringIO())
-        )
-        with process_group(device), quiet:
-            inside, between = links_of_job(device)
-            profile = measure_block(
-                model, precision, options.microbatches, device, options.repeats
-            )
-        if first:
-            with file_errors(f"--json {options.json}"):
-                replace(profile, inside=inside, between=between).save(options.json)
-            print(f"wrote {options.json}", flush=True)
-    except UserError as error:
-        error.reported_elsewhere = not first
-        raise
+    """Measure and write the profile; the exit status. Of torchrun's ranks only the
+    first one measures."""
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    with file_errors(f"--json {options.json}"):  # known before minutes of measuring
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+    device, precision = _place(options)
+    profile = measure_block(
+        model, precision, options.microbatches, device, options.repeats
+    )
+    with file_errors(f"--json {options.json}"):
+        profile.save(options.json)
+    print(f"wrote {options.json}", flush=True)
     return 0
 
 
@@ -408,6 +342,40 @@ def _place(options: argparse.Namespace) -> tuple[str, str]:
         return "cpu", options.precision or "fp32"
     if not torch.cuda.is_available():
         raise UserError("--device cuda: no GPU is visible to torch; use --device cpu")
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     return "cuda", options.precision or ("bf16" if has_bf16 else "fp16")
+
+
+def medians(
+    work: Callable[[Callable[[], None]], object], rounds: int, device: str
+) -> list[float]:
+    """Median seconds between the marks of `work`: events on the GPU, otherwise the
+    clock."""
+    times: list[list[float]] = []
+    for _ in range(WARM_UP[device] + rounds):
+        marks: list[Any] = []
+        work(partial(_mark, marks, device))
+        times.append(_between(marks, device))
+    parts = zip(*times[WARM_UP[device] :], strict=True)
+    return [statistics.median(part) for part in parts]
+
+
+def _mark(marks: list[Any], device: str) -> None:
+    if device == "cuda":
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        marks.append(event)
+    else:
+        marks.append(time.perf_counter())
+
+
+def _between(marks: list[Any], device: str) -> list[float]:
+    """Seconds between the marks."""
+    if device != "cuda":
+        return [after - before for before, after in pairwise(marks)]
+    import torch
+
+    torch.cuda.synchronize()
+    return [1e-3 * before.elapsed_time(after) for before, after in pairwise(marks)]

@@ -6,8 +6,6 @@ little weight. Invariant: the constants keep their physical meaning, so one fit 
 all plans and models.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -67,7 +65,8 @@ def calibrate(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Cluster:
         raise UserError(
             "calibrate needs SciPy: pip install 'scipy>=1.16', or megatron_2bw[calibrate]"
         ) from None
-    names = [("device", name) for name in DEVICE] + [("inside", name) for name in LINK]
+    names = [("device", name) for name in DEVICE]
+    names += [("inside", name) for name in LINK]
     if cluster.device.attention_efficiency and any(run.flash for run in runs):
         names.append(("device", "attention_efficiency"))
     if any(run.plan.gpus > cluster.gpus_per_server for run in runs):
@@ -87,7 +86,8 @@ def calibrate(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Cluster:
         return built
 
     def errors(x):
-        of_times = (np.log(predict(build(x), runs)) - logs) / NOISE
+        predicted = np.log(predict(build(x), runs))
+        of_times = (predicted - logs) / NOISE
         return np.concatenate([of_times, x / PRIOR])
 
     start = np.zeros(len(names))
@@ -110,13 +110,16 @@ def cross_validated(
         left_out = runs[part::parts]
         predicted = predict(calibrate(cluster, others), left_out)
         for place, seconds in enumerate(predicted):
-            errors[part + place * parts] = seconds / left_out[place].seconds - 1
+            error = seconds / left_out[place].seconds - 1
+            errors[part + place * parts] = error
     return errors
 
 
 def bound(errors: Sequence[float]) -> float:
     """The size below which 90 % of the errors are."""
-    return sorted(map(abs, errors))[math.ceil(0.9 * len(errors)) - 1]
+    sizes = sorted(map(abs, errors))
+    most = math.ceil(0.9 * len(errors))
+    return sizes[most - 1]
 
 
 def memory_errors(cluster: Cluster, runs: Sequence[MeasuredRun]) -> list[float]:
@@ -126,5 +129,6 @@ def memory_errors(cluster: Cluster, runs: Sequence[MeasuredRun]) -> list[float]:
     for run in runs:
         if run.memory:
             memory = Cost(run.model, cluster, run.precision, run.flash).memory
-            errors.append(memory.heaviest(run.plan) / GIB / run.memory - 1)
+            predicted = memory.heaviest(run.plan) / GIB
+            errors.append(predicted / run.memory - 1)
     return errors

@@ -4,12 +4,10 @@ Invariant: a run has a legal plan and a positive time; UserError names the file,
 line or the argument.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -123,14 +121,18 @@ def read_runs(path: Path) -> list[MeasuredRun]:
         fault = "is missing" if name in missing else "is unknown"
         known = ", ".join([*COLUMNS, *OPTIONAL])
         raise UserError(f"{path}: the column {name} {fault} (known: {known})")
-    return [_run(row, f"{path}, line {line}") for line, row in enumerate(rows, 2)]
+    runs = []
+    for line, row in enumerate(rows, 2):
+        runs.append(_run(row, f"{path}, line {line}"))
+    return runs
 
 
 def _run(row: Mapping[str, Any], where: str) -> MeasuredRun:
     cells: dict[str, Any] = {"name": "run", "schedule": "megatron", "microbatches": 1}
     for name, cell in row.items():
         if cell not in (None, ""):
-            cells[name] = _typed(str(cell), PLAN.get(name, ""))
+            kind = PLAN.get(name, "")
+            cells[name] = _typed(str(cell), kind)
     rest = described(_Row, _chosen(cells, REST), where)
     model_cells = _chosen(cells, MODEL)
     plan_cells = _chosen(cells, PLAN)
@@ -141,7 +143,8 @@ def _run(row: Mapping[str, Any], where: str) -> MeasuredRun:
         for cause in violations(plan, model, plan.gpus, rest.precision):
             raise UserError(cause)
     except UserError as error:
-        raise UserError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from None
+        cause = str(error).removeprefix(f"{where}: ")
+        raise UserError(f"{where}: {cause}") from None
     return MeasuredRun(
         model, plan, rest.seconds, rest.precision, rest.flash, rest.memory_gib
     )
@@ -195,16 +198,25 @@ _ARGUMENT = re.compile(r"^(?:\[[^\]\n]*\]:? ?)? +(\w+) \.{3,} (.*?) *$", re.MULT
 def _text(path: Path) -> str:
     """The text of a log, or of all ranks of a run's `output`."""
     with file_errors(str(path)):
-        files = sorted(path.glob("rank-*.txt")) if path.is_dir() else [path]
+        files = [path]
+        if path.is_dir():
+            files = sorted(path.glob("rank-*.txt"))
         return "\n".join(file.read_text(errors="replace") for file in files)
 
 
-def _arguments(log: str, path: Path) -> dict[str, str]:
-    """Megatron's arguments by name: as the log has them, or the file that it names,
-    also where its folder was moved."""
+def _texts(log: str, path: Path) -> Iterator[str]:
+    """The log, and the file that it names, also where its folder was moved."""
+    yield log
     named = re.search(r"> output: (.+\.txt) has all", log)
-    places = (Path(named[1]), *sorted(path.parent.rglob("rank-0.txt"))) if named else ()
-    for text in (log, *(_text(place) for place in places if place.is_file())):
+    if named:
+        for place in (Path(named[1]), *sorted(path.parent.rglob("rank-0.txt"))):
+            if place.is_file():
+                yield _text(place)
+
+
+def _arguments(log: str, path: Path) -> dict[str, str]:
+    """Megatron's arguments by name."""
+    for text in _texts(log, path):
         begun = text.rfind("--- arguments ---")
         ended = text.rfind("--- end of arguments ---")
         if 0 <= begun < ended:
@@ -264,9 +276,11 @@ def read_log(path: Path) -> MeasuredRun:
     layout = layout_stages(_cell(given(LAYOUT, "")))
     # no layout, or one of interleaved stages
     if len(layout) == int(row["depth"]):
-        row["stages"] = " ".join(str(stage.count("t")) for stage in layout)
+        counts = [str(stage.count("t")) for stage in layout]
+        row["stages"] = " ".join(counts)
     plan = _run(row, str(path)).plan
-    return _run(row | {"memory_gib": round(_memory(log, plan), 3)}, str(path))
+    row["memory_gib"] = round(_memory(log, plan), 3)
+    return _run(row, str(path))
 
 
 def _memory(log: str, plan: Plan) -> float:
@@ -280,4 +294,6 @@ def _memory(log: str, plan: Plan) -> float:
 
 def _cell(value: str) -> str:
     """An argument's value as a cell of a CSV file."""
-    return "" if value == "None" else re.sub(r"[\[\](),]+", " ", value).strip()
+    if value == "None":
+        return ""
+    return re.sub(r"[\[\](),]+", " ", value).strip()

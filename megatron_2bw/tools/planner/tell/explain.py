@@ -4,8 +4,6 @@ Invariant: every number is from an Estimate, and every term is marked MEASURED o
 ESTIMATED.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import textwrap
@@ -66,8 +64,11 @@ class Result:
         """The fastest plan of another shape, and of each other schedule: from the table
         or by a further search."""
         winner, *others = self.estimates
-        rivals = [each for each in others if _shape(each.plan) != _shape(winner.plan)]
-        rivals = rivals[:1]
+        rivals = []
+        for estimate in others:
+            if _shape(estimate.plan) != _shape(winner.plan):
+                rivals.append(estimate)
+                break
         for schedule in self.space.schedules:
             if schedule != winner.plan.schedule:
                 best = self._best(schedule)
@@ -79,8 +80,8 @@ class Result:
         for estimate in self.estimates:
             if estimate.plan.schedule == schedule:
                 return estimate
-        search = Search(self.cost, replace(self.space, schedules=(schedule,)))
-        for _, plan in search:
+        space = replace(self.space, schedules=(schedule,))
+        for _, plan in Search(self.cost, space):
             return self.cost.estimate(plan)
         return None
 
@@ -90,13 +91,16 @@ class Result:
         than the first one."""
         loose = replace(self.cost, spare=-TIGHT)
         named: dict[str, Plan] = {}
-        for plan in itertools.islice(filter(loose.fits, self.search.too_large), 6):
+        fitting = filter(loose.fits, self.search.too_large)
+        for plan in itertools.islice(fitting, 6):
             named.setdefault(plan.title, plan)
-        plans = itertools.islice(named.values(), 2)
         limit = _per_sample(self.estimates[0])
-        return [
-            each for each in map(self.cost.estimate, plans) if _per_sample(each) < limit
-        ]
+        tight = []
+        for plan in itertools.islice(named.values(), 2):
+            estimate = self.cost.estimate(plan)
+            if _per_sample(estimate) < limit:
+                tight.append(estimate)
+        return tight
 
     @cached_property
     def fewer(self) -> Cluster | None:
@@ -118,19 +122,23 @@ def text(result: Result) -> str:
     """The first plan, the tables of the plans and of its memory, and why it is
     first."""
     memory = memory_table(result.estimates[0])
-    return "\n\n".join([first(result), table(result), memory, reason(result)])
+    parts = [first(result), table(result), memory, reason(result)]
+    return "\n\n".join(parts)
 
 
 def gpus(cost: Cost) -> str:
-    return f"{cost.cluster.gpus} GPU{'s' * (cost.cluster.gpus > 1)}"
+    count = cost.cluster.gpus
+    return f"{count} GPUs" if count > 1 else f"{count} GPU"
 
 
 def three(number: float) -> str:
     """The number with three digits, or all that are before the point."""
     if not number:
         return "0"
-    exponent = math.floor(math.log10(float(f"{number:.2e}")))
-    return f"{number:.{max(2 - exponent, 0)}f}"
+    rounded = float(f"{number:.2e}")
+    exponent = math.floor(math.log10(rounded))
+    digits = max(2 - exponent, 0)
+    return f"{number:.{digits}f}"
 
 
 def gib(size: float) -> str:
@@ -149,14 +157,16 @@ def aligned(rows: list[list[str]], left: set[int]) -> list[str]:
     for row in rows:
         cells = []
         for column, (cell, width) in enumerate(zip(row, widths)):
-            cells.append(cell.ljust(width) if column in left else cell.rjust(width))
+            align = cell.ljust if column in left else cell.rjust
+            cells.append(align(width))
         lines.append("  ".join(cells).rstrip())
     return lines
 
 
 def _percent(share: float, digits: int = 0) -> str:
     # + 0.0 turns a rounded -0.0 into 0.0
-    return f"{round(100 * share, digits) + 0.0:.{digits}f} %"
+    rounded = round(100 * share, digits) + 0.0
+    return f"{rounded:.{digits}f} %"
 
 
 PLAN_COLUMNS = (
@@ -236,32 +246,31 @@ def _plan_cells(cost: Cost, estimate: Estimate) -> list[str]:
 
 def _time_cells(estimate: Estimate, error: float) -> list[str]:
     seconds = estimate.seconds
-    cells = [f"{three(seconds)} s", f"{three(error * seconds)} s"]
-    cells += [_percent(time / seconds, 1) for time in astuple(estimate.split)]
+    cells = [f"{three(time)} s" for time in (seconds, error * seconds)]
+    for time in astuple(estimate.split):
+        cells.append(_percent(time / seconds, 1))
     certain = max(stage.certain for stage in estimate.memory)
-    return [*cells, gib(certain), gib(estimate.heaviest), gib(estimate.headroom)]
+    for size in (certain, estimate.heaviest, estimate.headroom):
+        cells.append(gib(size))
+    return cells
 
 
 def _tagged(cost: Cost) -> str:
     """The terms that are measured, and those that are estimated."""
     parts = []
     for tag in (MEASURED, ESTIMATED):
-        names = [term for term, source in terms(cost).items() if source[0] == tag]
+        names = []
+        for term, (kind, _) in terms(cost).items():
+            if kind == tag:
+                names.append(term)
         if names:
             parts.append(f"{tag}: {', '.join(names)}")
     return "; ".join(parts)
 
 
 def _layers(stages: list[int]) -> str:
-    """Layers of each stage; of the first, each middle and the last stage; or of all:
-    6,3x5,4x3 has 3 stages of 5."""
+    """Layers of each stage, or of the first, each middle and the last stage."""
     first, *middle, last = stages if len(stages) > 1 else stages * 2
-    if len({*middle}) > 1:
-        runs = []
-        for layers, same in itertools.groupby(stages):
-            count = len([*same])
-            runs.append(f"{count}x{layers}" if count > 1 else str(layers))
-        return ",".join(runs)
     if len({*stages}) == 1:
         return str(first)
     return "/".join(map(str, [first, *middle[:1], last]))
@@ -271,14 +280,16 @@ def memory_table(estimate: Estimate) -> str:
     """GiB on the GPUs of every stage, by kind. Successive stages with equal figures
     share a line."""
     rows = []
-    for stage, room in zip(estimate.memory, estimate.capacities):
-        sizes = [*astuple(stage), stage.total, room - stage.total]
+    for stage in estimate.memory:
+        headroom = estimate.capacity - stage.total
+        sizes = [*astuple(stage), stage.total, headroom]
         rows.append([f"{size / GIB:.2f}" for size in sizes])
     lines = [["stage", *KINDS, "total", "headroom"]]
     first = 0
     for cells, same in itertools.groupby(rows):
         last = first + len([*same]) - 1
-        lines.append([str(first) if first == last else f"{first}-{last}", *cells])
+        place = str(first) if first == last else f"{first}-{last}"
+        lines.append([place, *cells])
         first = last + 1
     title = (
         f"Memory of a GPU of each stage of {estimate.plan.title}, in GiB ({ESTIMATED})"
@@ -304,9 +315,10 @@ def first(result: Result) -> str:
     """The first plan, and what 2bw gains over a flush and costs."""
     winner = result.estimates[0]
     fastest = max(result.estimates, key=attrgetter("throughput"))
-    taken, allowed = winner.fullest
-    sizes = f"{gib(taken)} of {allowed / GIB:.2f} allowed ({ESTIMATED})"
-    text = f"Best: {winner.plan.title}, {three(winner.throughput)} samples/s, {sizes}."
+    allowed = winner.capacity / GIB
+    sizes = f"{gib(winner.heaviest)} of {allowed:.2f} allowed ({ESTIMATED})"
+    speed = three(winner.throughput)
+    text = f"Best: {winner.plan.title}, {speed} samples/s, {sizes}."
     if result.ties > 1 and fastest is not winner:
         text += f" The fastest is {rate(fastest)}: the difference is within the error"
         if not fastest.plan.pipeline.flushes:
@@ -365,7 +377,8 @@ def _gain(cost: Cost, late: Estimate, exact: Estimate) -> str:
     fullest = totals.index(max(totals))
     stage = late.memory[fullest]
     layers = plan.layers_of(cost.model)[fullest]
-    version = (stage.weights - cost.memory.frozen(plan, fullest, layers)) / 2
+    frozen = cost.memory.frozen(plan, fullest, layers)
+    version = (stage.weights - frozen) / 2
     slot = ""
     if plan.gradient_slots == "shard":
         slot = " and a gradient shard"
@@ -404,7 +417,8 @@ def reason(result: Result) -> str:
         ratio = winner.throughput / estimate.throughput
         cells = [plan.title, three(estimate.throughput), f"{ratio:.2f}"]
         for seconds in astuple(estimate.split):
-            cells.append(f"{times * seconds / plan.global_batch:.2f}")
+            each = times * seconds / plan.global_batch
+            cells.append(f"{each:.2f}")
         rows.append([*cells, gib(estimate.heaviest)])
     title = "The first plan, the best of another shape, and of each other schedule."
     lines = [
@@ -442,9 +456,13 @@ def terms(cost: Cost) -> dict[str, tuple[str, str]]:
         rest = "from it: the embedding, selective recompute, tensor sizes above 1"
         compute = (MEASURED, f"{layers}; {ESTIMATED} {rest}")
         step = f"profile of the optimizer on {profile.device}"
-        update = (MEASURED, f"{step}; {device.step_us / 1e3:g} ms {ESTIMATED}")
+        host = device.step_us / 1e3
+        update = (MEASURED, f"{step}; {host:g} ms {ESTIMATED}")
     network = _network(cluster)
-    memory = f"formulas by stage; {100 * cost.share_left_free:.0f} % of {device.memory_gib:g} GiB are left free"
+    free = 100 * cost.share_left_free
+    memory = (
+        f"formulas by stage; {free:.0f} % of {device.memory_gib:g} GiB are left free"
+    )
     if cost.margin is None:
         memory += ", and what NCCL takes"
     if cost.spare > 0:
@@ -477,6 +495,8 @@ def _network(cluster: Cluster) -> tuple[str, str]:
 def evidence(cost: Cost) -> str:
     """The source of each term of the estimates."""
     lines = []
-    for source, same in itertools.groupby(terms(cost).items(), key=itemgetter(1)):
-        lines.append(wrapped(f"{', '.join(dict(same))}: {', '.join(source)}"))
+    by_source = itertools.groupby(terms(cost).items(), key=itemgetter(1))
+    for source, same in by_source:
+        names = ", ".join(dict(same))
+        lines.append(wrapped(f"{names}: {', '.join(source)}"))
     return "\n".join(lines)

@@ -5,8 +5,6 @@ Invariant: a script holds the plan's flags, one per line. The caller's own flags
 last, so they take precedence.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,8 +1,6 @@
 """The result of a search as plain JSON: all printed figures, and the bytes of every
 stage. Pure Python."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from typing import Any
@@ -59,6 +57,6 @@ def _estimate(cost: Cost, estimate: Estimate) -> dict[str, Any]:
         "tokens_per_second": estimate.throughput * cost.model.sequence,
         "split": asdict(estimate.split),
         "memory": memory,
-        "capacity": min(estimate.capacities),
+        "capacity": estimate.capacity,
         "headroom": estimate.headroom,
     }

@@ -1,7 +1,5 @@
 """What would fit where no plan does. Pure Python."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Iterator
@@ -34,7 +32,9 @@ def nothing_fits(cost: Cost, space: Space, search: Search) -> str:
 
 
 def _nothing_legal(cost: Cost, space: Space, search: Search) -> str:
-    causes = [f"{cause} ({count})" for cause, count in search.rejected.most_common()]
+    causes = []
+    for cause, count in search.rejected.most_common():
+        causes.append(f"{cause} ({count})")
     if not causes:
         causes = ["no product of the sizes that the flags name divides the GPUs"]
     where = f"on {gpus(cost)} with a global batch of {space.batch}"
@@ -59,7 +59,11 @@ def _remedies(cost: Cost, space: Space, smallest: Plan) -> Iterator[str]:
         flags = shlex.join(plan.flags(cost.precision))
         yield f"on these GPUs the choices that the flags exclude: {flags}"
     size = cost.gpu_bytes(smallest) / GIB
-    larger = [gpu for gpu in GPUS.values() if gpu.memory_gib >= size]
+    larger = []
+    for gpu in GPUS.values():
+        if gpu.memory_gib >= size:
+            larger.append(gpu)
     if larger:
         name = min(larger, key=attrgetter("memory_gib", "name")).name
-        yield f"GPUs of {math.ceil(10 * size) / 10:g} GiB or more, such as {name}"
+        rounded = math.ceil(10 * size) / 10
+        yield f"GPUs of {rounded:g} GiB or more, such as {name}"

@@ -5,8 +5,6 @@ Invariant: each number is of an Estimate or of the simulator; the browser draws 
 with timelines/page.
 """
 
-from __future__ import annotations
-
 import operator
 import shlex
 from collections.abc import Sequence
@@ -69,8 +67,8 @@ def _plan(cost: Cost, estimate: Estimate) -> dict[str, Any]:
         "microbatches": plan.microbatches,
         "recompute": plan.recompute_name,
         "rate": float(three(estimate.throughput)),
-        "fullest": _gib(estimate.fullest),
-        "allowed": _gib(estimate.capacities),
+        "fullest": _gib([estimate.heaviest, estimate.capacity]),
+        "allowed": _gib([estimate.capacity] * plan.depth),
         "memory": [dict(zip(KINDS, _gib(astuple(stage)))) for stage in estimate.memory],
         "split": {
             cause: _short(1e3 * time / plan.global_batch)
@@ -86,7 +84,8 @@ def _gib(sizes: Sequence[float]) -> list[float]:
 
 def _timeline(cost: Cost, plan: Plan) -> dict[str, Any] | None:
     """What the page shows of a ranked plan; None if its timeline is too long."""
-    if (3 - plan.pipeline.flushes) * plan.depth * plan.microbatches > FORWARDS:
+    batches = 3 - plan.pipeline.flushes
+    if batches * plan.depth * plan.microbatches > FORWARDS:
         return None
     events, begin, until = first_batches(cost, plan)
     events = cut(events, begin, until)
@@ -109,17 +108,19 @@ def first_batches(cost: Cost, plan: Plan) -> tuple[list[Event], float, float]:
     end = makespan(events) if plan.pipeline.flushes else _reduced(events, 1)
     forward = times.of("forward", plan.depth)
     backward = times.of("backward", plan.depth)
-    half = (plan.depth + 12) * max(map(operator.add, forward, backward))
+    longest = max(map(operator.add, forward, backward))
+    half = (plan.depth + 12) * longest
     if end <= 2.5 * half:
         return events, 0.0, end
-    begin = min(max(_reduced(events, 0) - half, 0.0), end - 2 * half)
+    begin = max(_reduced(events, 0) - half, 0.0)
+    begin = min(begin, end - 2 * half)
     return events, begin, begin + 2 * half
 
 
 def _reduced(events: list[Event], batch: int) -> float:
     """The time at which all stages have started the reduction of `batch`."""
-    return max(
-        event.end
-        for event in events
-        if event.action.kind == REDUCE and event.action.batch == batch
-    )
+    ends = []
+    for event in events:
+        if event.action.kind == REDUCE and event.action.batch == batch:
+            ends.append(event.end)
+    return max(ends)

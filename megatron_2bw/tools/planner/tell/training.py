@@ -5,8 +5,6 @@ Invariant: the intervals follow from the seconds of an iteration; `flags` and `a
 name the same ones.
 """
 
-from __future__ import annotations
-
 from megatron_2bw.tools.planner.cost.memory import ELEMENT, GIB, bytes_of
 from megatron_2bw.tools.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.tools.planner.descriptions.plan import Plan
