@@ -36,11 +36,11 @@ class Slot:
         self.buffers = buffers
         self.bucket_groups = bucket_groups
         self._dense = dense
-        self.group_of: dict[Parameter, Any] = {}
+        self.group_of = {}
         for group in bucket_groups:
             for param in group.params:
                 self.group_of[param] = group
-        self.main_grads: dict[Parameter, Tensor] = {}
+        self.main_grads = {}
         for buffer in buffers:
             for param, (start, end, _) in buffer.param_index_map.items():
                 self.main_grads[param] = buffer.grad_data[start:end].view(param.shape)
@@ -48,7 +48,7 @@ class Slot:
     def twin(self, new: Callable[[Tensor], Tensor] = torch.zeros_like) -> "Slot":
         """A second slot with the same layout, whose buffers `new` makes. Bytes: those
         of the gradients."""
-        twin_of: dict[int, Any] = {}  # by a bucket's id
+        twin_of = {}  # by a bucket's id
         buffers = []
         for buffer in self.buffers:
             other = copy.copy(buffer)
@@ -250,16 +250,17 @@ class LossScales(PerBatch):
     def unscaling_by(self, scale: Tensor) -> Iterator[None]:
         """Inside, Megatron's optimizers unscale by `scale`, whatever their scaler's
         present one is."""
-        scalers = [getattr(part, "grad_scaler", None) for part in self._parts]
-        for part, scaler in zip(self._parts, scalers):
+        replaced = []
+        for part in self._parts:
+            scaler = getattr(part, "grad_scaler", None)
             if scaler is not None:
+                replaced.append((part, scaler))
                 part.grad_scaler = _BatchScaler(scaler, scale)
         try:
             yield
         finally:
-            for part, scaler in zip(self._parts, scalers):
-                if scaler is not None:
-                    part.grad_scaler = scaler
+            for part, scaler in replaced:
+                part.grad_scaler = scaler
 
 
 class _BatchScaler:

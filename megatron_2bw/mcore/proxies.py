@@ -76,7 +76,7 @@ class Proxies:
         self._flat = False
         self.of = {param: proxy_of(param) for param in stores.params}
         # where Megatron's optimizers hold a parameter: a list, and the place in it
-        self._places: list[tuple[list, int]] = []
+        self._places = []
         for part in parts:
             for places in lists_of_parameters(part):
                 for index, param in enumerate(places):
@@ -298,7 +298,7 @@ def detach_shards(part: Any, host: bool) -> None:
     weight version here.
     """
     groups = getattr(part, "shard_fp32_groups", ())
-    own: dict[Tensor, Parameter] = {}  # by Megatron's shard
+    own = {}  # by Megatron's shard
     for shard in chain(*groups):
         device = "cpu" if host else shard.device
         copied = shard.detach().to(device, copy=True)

@@ -53,7 +53,7 @@ class Groups:
         self._device = device
         # One for each set of ranks: Megatron takes one norm of parts whose groups are
         # one.
-        self._statistics: dict[frozenset[int], Any] = {}
+        self._statistics = {}
         self.world = self._twin(dist.group.WORLD, "world", "gloo")
         for part in parts:
             group = part.get_grad_stats_parallel_group()

@@ -399,12 +399,3 @@ def test_data_and_flag_go_together(tmp_path):
     assert trained_on(text, "--sft").endswith("use --sft-data --sft-packed")
     flag = "--reset-attention-mask"
     assert trained_on(chats, "--sft-data", flag).startswith(flag)
-
-
-def test_a_length_that_cuts_all_targets_is_refused(tmp_path):
-    lost = [-1] * 17 + [5]
-    late = stored(tmp_path / "late", [lost, lost])
-    line = "--seq-length 16: all targets of --data-path "
-    assert trained_on(late, "--sft-data").startswith(line)
-    last = stored(tmp_path / "last", [lost, [-1] * 16 + [5, 6]])
-    assert trained_on(last, "--sft-data") is None

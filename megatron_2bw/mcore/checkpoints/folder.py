@@ -146,7 +146,7 @@ def _is_whole(checkpoint: Path) -> bool:
 def root(error: BaseException) -> BaseException:
     """The system's error behind an error of torch's stream writer, or the error
     itself."""
-    cause: BaseException | None = error
+    cause = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     return cause or error
@@ -236,7 +236,7 @@ def _damage(checkpoint: Path) -> str | None:
         return f"was not written to its end, or not by Megatron (no file {file_name})"
     except Exception as error:  # unpickling fails in many ways
         return f"is damaged (metadata.json or .metadata: {type(error).__name__})"
-    needed: dict[str, int] = {}
+    needed = {}
     for place in places:
         size = needed.get(place.relative_path, 0)
         needed[place.relative_path] = max(size, place.offset + place.length)

@@ -124,12 +124,6 @@ def _dataset_fault(args: Args, flag: str, prefix: str) -> str | None:
         return f"{flag} {prefix}: it holds conversations: train a GPT with --sft-data"
     if args.sft_data and not has_prompts:
         return f"{flag} {prefix}: it holds text: leave --sft-data out"
-    if args.sft_data and args.seq_length:
-        if not indexed_dataset.has_target(prefix, args.seq_length + 1):
-            return (
-                f"--seq-length {args.seq_length}: all targets of {flag} {prefix} are "
-                "behind it: give a longer one"
-            )
     number = indexed_dataset.divided(prefix, args.task == "bert")
     split = args.split or _SHARES
     if flag == "--data-path" and _leaves_a_share_empty(split, number):

@@ -4,8 +4,6 @@ needs."""
 import struct
 from typing import NamedTuple
 
-import numpy
-
 _INDEX = struct.Struct("<9sQBQQ")
 
 
@@ -35,17 +33,3 @@ def has_prompts(prefix: str) -> bool:
     with open(prefix + ".bin", "rb") as file:
         # int32, little-endian
         return _header(prefix).token_type == 4 and file.read(4)[3:] >= b"\x80"
-
-
-def has_target(prefix: str, length: int) -> bool:
-    """Whether a conversation of --task sft has a target among its first `length`
-    tokens. One that is whole has."""
-    sequences = _header(prefix).sequences
-    sizes = numpy.fromfile(prefix + ".idx", "<i4", sequences, offset=_INDEX.size)
-    if sizes.min() <= length:
-        return True
-    tokens = numpy.memmap(prefix + ".bin", "<i4", "r")
-    for start in sizes.cumsum(dtype=int) - sizes:
-        if (tokens[start : start + length] >= 0).any():
-            return True
-    return False

@@ -20,7 +20,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from megatron_2bw.base.errors import UserError, did_you_mean
@@ -85,7 +85,7 @@ def parse(
     from megatron_2bw.mcore.checkpoints.unpickle import CheckpointException, causes
     from megatron_2bw.run.flags.rehearsal import rehearse
 
-    parsers: list[argparse.ArgumentParser] = []
+    parsers = []
 
     def extend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if read is not None and _is_first_rank():
@@ -184,7 +184,8 @@ def prepare(
     def error(message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         if unknown:
-            message += _hint(unknown[1], parser._option_string_actions)
+            flags = parser._option_string_actions
+            message += did_you_mean(unknown[1], flags, cutoff=0.82)
         stop(message)
 
     add_flags(parser).set_defaults(**_defaults(early))
@@ -194,17 +195,6 @@ def prepare(
         action.help = action.help and re.sub(r"%%|%(?!\()", "%%", action.help)
     parser.error = error
     return parser
-
-
-def _hint(word: str, flags: Iterable[str]) -> str:
-    """The end of a line about an unknown flag: the nearest flag that is not its
-    opposite and not always refused."""
-    no = ("--no-", "--no_", "--disable", "--untie")
-    alike = []
-    for flag in flags:
-        if flag.startswith(no) == word.startswith(no) and flag not in unsupported.NEVER:
-            alike.append(flag)
-    return did_you_mean(word, alike, cutoff=0.82)
 
 
 def _not_from_yaml(text: str) -> NoReturn:
@@ -217,7 +207,7 @@ def _defaults(early: argparse.Namespace) -> dict[str, Any]:
     """Defaults of Megatron's flags that this run needs; what the user types still wins,
     and is checked."""
     # Megatron divides by the interval, and has no default.
-    defaults: dict[str, Any] = {"task": early.task, "eval_interval": 1000}
+    defaults = {"task": early.task, "eval_interval": 1000}
     if early.task == "bert" and not installed("apex"):
         # the norm of its head is torch's then, which cannot
         defaults["no_persist_layer_norm"] = True

@@ -63,7 +63,7 @@ def rehearse(
     """
     actions = {action.dest: action for action in parser._actions}
     typed = {flag_of(word) for word in argv}
-    replaced: list[str] = []
+    replaced = []
 
     def put(name: str, setting: Any, remark: str = "") -> None:
         action = actions[name]

@@ -116,10 +116,6 @@ def _without() -> list[tuple[Rule, dict[str, object]]]:
 UNSUPPORTED = _refused()
 # rules, and the arguments of a run without what they name
 WITHOUT = _without()
-# under no schedule
-NEVER = {
-    rule.flag for rule in UNSUPPORTED if rule.scope == "script" and rule.when is None
-}
 
 
 def refusal(args: Args) -> str | None:
@@ -130,7 +126,7 @@ def refusal(args: Args) -> str | None:
 def leave_out(args: Args) -> str | None:
     """Set the arguments that the schedule does without; the one line of the log that
     lists them, or None."""
-    names: list[str] = []
+    names = []
     for rule, arguments in WITHOUT:
         if not rule.holds(args):
             continue

@@ -51,7 +51,7 @@ class _Stream:
         self._screen = screen
         self._verbose = verbose
         self._short = os.isatty(screen) and not verbose
-        self._begun: dict[int, str] = {}  # the line that a thread has begun
+        self._begun = {}  # the line that a thread has begun
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_record, name)

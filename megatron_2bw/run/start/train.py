@@ -155,7 +155,7 @@ def _read_file(
 
 def flags_of_file(path: Path, content: dict[str, Any]) -> list[str]:
     """The flags of a YAML file's entries."""
-    words: list[str] = []
+    words = []
     for name, value in content.items():
         if value is None or value is False:
             raise UserError(
@@ -208,7 +208,7 @@ def _run(
     flags = merged(_without_libraries(flags), flags)
     if line := quick_check.mistake(flags, options.task, nproc * hosts):
         usage_error(prog, line)
-    place: list[str] = []
+    place = []
     if options.rehearse:
         flags = _rehearsed(flags, batch * pipeline // (nproc * hosts))
         nproc = pipeline
@@ -233,7 +233,7 @@ def _run(
 
 def _rehearsed(flags: list[str], batch: int) -> list[str]:
     """The flags of two iterations on one pipeline, with its part of the batch."""
-    kept: list[str] = []
+    kept = []
     for group in groups(flags):
         if not group[0].startswith(tuple(LEFT_OUT)):
             kept += group
