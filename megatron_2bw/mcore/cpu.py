@@ -159,7 +159,7 @@ _FUNCTIONS = {
 
 
 @around
-def _own_generator(init: Callable, self: Any, *args, **kwargs) -> None:
+def _own_generator(init: Callable, self, *args, **kwargs) -> None:
     """For DataLoader.__init__: seeds of its workers must not come from the generator
     that dropout draws from here.
 

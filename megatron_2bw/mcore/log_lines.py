@@ -298,7 +298,7 @@ class Progress:
         return (now - start) / (samples - first)
 
 
-def with_progress(print_rank_last: Callable[[str], object]) -> Callable[[str], object]:
+def with_progress(print_rank_last: Callable) -> Callable:
     """For Megatron's own schedule."""
     progress = Progress()
 

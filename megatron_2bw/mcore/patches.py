@@ -289,7 +289,7 @@ def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 
 
 @around
-def _not_persistent(init: Callable, self: Any, persistent: bool = False) -> None:
+def _not_persistent(init: Callable, self, persistent: bool = False) -> None:
     init(self, False)
 
 

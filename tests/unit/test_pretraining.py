@@ -20,7 +20,6 @@ def losses(monkeypatch):
     args = SimpleNamespace(
         check_for_nan_in_loss_and_grad=True,
         rerun_mode="disabled",
-        check_for_spiky_loss=False,
         curr_iteration=6,
     )
     waited = []

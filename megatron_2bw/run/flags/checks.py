@@ -5,13 +5,10 @@ Invariant: a check changes nothing, and answers None or one line that names the 
 says what to do.
 """
 
-import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_2bw.base.errors import UserError, file_errors
 from megatron_2bw.mcore.checkpoints.folder import TRACKER, problem, same_folder, source
 from megatron_2bw.run.flags import indexed_dataset
 from megatron_2bw.run.flags.plain_torch import PLAIN_TORCH
@@ -29,12 +26,6 @@ def transformer_engine(args: Args) -> str | None:
         return (
             "--distributed-backend gloo sends no GPU tensors between stages: use "
             "nccl, with --two-bw-exchange gloo"
-        )
-    if args.context_parallel_size > 1 and args.transformer_impl == "local":
-        return (
-            f"--context-parallel-size {args.context_parallel_size} needs Transformer "
-            "Engine's attention: install the package, and leave --transformer-impl "
-            "local out"
         )
     asked = task(args) is not None and args.transformer_impl == "transformer_engine"
     if not asked or installed("transformer_engine"):
@@ -71,49 +62,25 @@ def data(args: Args) -> str | None:
         return f"{flags[1]} does not work with {flags[0]}: leave one out"
     if per_split and args.split:
         return f"--split does not work with {per_split[0]}: leave it out"
-    try:
-        for flag, words in _blends(args):
-            if fault := _blend_fault(args, flag, words):
+    for flag in ("--data-path", "--data-args-path", *_SPLITS):
+        try:
+            if fault := _blend_fault(args, flag):
                 return fault
-    except UserError as error:
-        return str(error)
+        except OSError as error:
+            return f"{flag} {error.filename}: {error.strerror}"
     return None
 
 
-def _blends(args: Args) -> Iterator[tuple[str, list[str]]]:
-    """The flag and the words of each blend: prefixes of datasets, or weights and
-    prefixes in turn."""
-    for flag in ("--data-path", *_SPLITS):
-        yield flag, value(args, flag) or []
-    if args.data_args_path:
-        with file_errors(f"--data-args-path {args.data_args_path}"):
-            words = Path(args.data_args_path).read_text().split()
-        yield "--data-args-path", words
-    if args.per_split_data_args_path:
-        flag = "--per-split-data-args-path"
-        where = f"{flag} {args.per_split_data_args_path}"
-        with file_errors(where):
-            blends = json.loads(Path(args.per_split_data_args_path).read_text())
-        for split in ("train", "valid", "test"):
-            if split not in blends:
-                raise UserError(f"{where}: it has no key {split}")
-            words = blends[split] or []
-            yield flag, words.split() if isinstance(words, str) else [*map(str, words)]
-
-
-def _blend_fault(args: Args, flag: str, words: list[str]) -> str | None:
-    """A line about the first dataset of a blend that the run cannot use, or None."""
-    weights = [_NUMBER.fullmatch(word) is not None for word in words]
-    if any(weights) and weights != [True, False] * (len(words) // 2):
-        return f"{flag} {' '.join(words)}: give only prefixes, or a weight before each prefix"
-    for word, is_weight in zip(words, weights):
+def _blend_fault(args: Args, flag: str) -> str | None:
+    """A line about the first dataset of a flag that the run cannot use, or None."""
+    words = value(args, flag) or []
+    if words and flag == "--data-args-path":
+        words = Path(words).read_text().split()
+    for word in words:
+        is_weight = _NUMBER.fullmatch(word)
         if is_weight or "://" in word:
             continue
-        try:
-            fault = _dataset_fault(args, flag, word)
-        except OSError as error:
-            fault = f"{flag} {word}: {error.filename}: {error.strerror}"
-        if fault:
+        if fault := _dataset_fault(args, flag, word):
             return fault
     return None
 

@@ -134,16 +134,11 @@ def _print_first(line: str | None) -> None:
 
 def _use_checkpoint_args(args: argparse.Namespace, stop: Stop) -> None:
     """Take the arguments of a checkpoint (--use-checkpoint-args). Megatron reads them
-    before it loads; it asserts the first two conditions itself."""
+    before it loads; it asserts the first condition itself."""
     from megatron.training import checkpointing
 
     if args.load is None and args.pretrained_checkpoint is None:
         stop("--use-checkpoint-args needs --load or --pretrained-checkpoint: add one")
-    if args.non_persistent_ckpt_type == "local":
-        stop(
-            "--use-checkpoint-args does not work with --non-persistent-ckpt-type "
-            "local: give the arguments"
-        )
     if fault := checks.checkpoint(args):
         stop(fault)
     if not args.dry_run and same_folder(args.load, args.save):

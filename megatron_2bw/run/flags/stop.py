@@ -6,7 +6,6 @@ import time
 from typing import NoReturn
 
 from megatron_2bw.base.errors import report_error
-from megatron_2bw.base.files import write_json
 
 PATIENCE = 5  # seconds that a rank with a peer's failure waits to be stopped
 
@@ -20,13 +19,6 @@ def stop(line: str) -> NoReturn:
     if os.environ.get("RANK", "0") != "0":
         time.sleep(PATIENCE)
     report_error(program(), line)
-    # torchrun ends with a report, and quotes this in it
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        message = {
-            "message": f"{program()}: error: {line}",
-            "extraInfo": {"timestamp": str(int(time.time()))},
-        }
-        write_json(file, {"message": message})
     sys.exit(2)
 
 

@@ -1,13 +1,10 @@
 """megatron-2bw doctor: what is installed on this host, and what it means for a run."""
 
 import importlib.metadata
-import os
 import platform
 import shutil
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
-
-import psutil
 
 from megatron_2bw import __version__
 from megatron_2bw.base.errors import Parser
@@ -55,30 +52,23 @@ def findings() -> Iterator[Finding]:
         OK, "megatron_2bw", __version__, f"Python {platform.python_version()}"
     )
     version = torch.__version__
-    if TorchVersion(version) < OLDEST_TORCH:
-        yield Finding(WRONG, "torch", version, f"install {OLDEST_TORCH} or newer")
-    else:
-        yield Finding(OK, "torch", version)
+    fits = TorchVersion(version) >= OLDEST_TORCH
+    yield _judged("torch", version, fits, WRONG, f"install {OLDEST_TORCH} or newer")
     version = importlib.metadata.version("megatron-core")
-    if version.startswith("0.19."):
-        yield Finding(OK, "megatron-core", version)
-    else:
-        yield Finding(WRONG, "megatron-core", version, "install 0.19")
+    fits = version.startswith("0.19.")
+    yield _judged("megatron-core", version, fits, WRONG, "install 0.19")
     for name, meaning in LACKING.items():
-        if installed(name):
-            yield Finding(OK, name, "yes")
-        else:
-            yield Finding(NOTE, name, "-", meaning)
-    yield Finding(OK, "processor cores", str(len(os.sched_getaffinity(0))))
-    available = psutil.virtual_memory().available / 2**30
-    yield Finding(OK, "memory available", f"{available:.0f} GiB")
+        there = installed(name)
+        yield _judged(name, "yes" if there else "-", there, NOTE, meaning)
     shared = shutil.disk_usage("/dev/shm").total / 2**30
-    if shared < 1:
-        few = "too little for the workers of data loaders: docker run --shm-size 8g"
-        yield Finding(NOTE, "/dev/shm", f"{shared:.1f} GiB", few)
-    else:
-        yield Finding(OK, "/dev/shm", f"{shared:.1f} GiB")
+    few = "too little for the workers of data loaders: docker run --shm-size 8g"
+    yield _judged("/dev/shm", f"{shared:.1f} GiB", shared >= 1, NOTE, few)
     yield from _gpus()
+
+
+def _judged(name: str, value: str, fits: bool, verdict: str, meaning: str) -> Finding:
+    """OK if the value fits; else another verdict and its meaning."""
+    return Finding(OK, name, value) if fits else Finding(verdict, name, value, meaning)
 
 
 def _gpus() -> Iterator[Finding]:

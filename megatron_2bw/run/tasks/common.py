@@ -23,8 +23,6 @@ from torch import Tensor
 
 from megatron_2bw.mcore.batch_sizes import planned
 
-# --check-for-spiky-loss reports a loss that is this many times the largest so far
-SPIKE = 10
 TANH_GELU = partial(torch.nn.functional.gelu, approximate="tanh")
 
 
@@ -38,7 +36,7 @@ def apply_dropped_flags(config: Any, args: Any) -> None:
 
 
 class LossCheck:
-    """Stops on NaN or inf, reports spikes, as Megatron's flags ask.
+    """Stops on NaN or inf, as Megatron's flag asks.
 
     A loss is looked at when the next microbatch's forward is launched, so that the GPU
     has work while the host waits. That of a batch's last microbatch is looked at once:
@@ -72,11 +70,6 @@ class LossCheck:
         # the rerun machine keeps a record of each loss
         elif args.check_for_nan_in_loss_and_grad:
             _stop_at_nan(total)
-        if args.check_for_spiky_loss:
-            spiky = partial(
-                machine.is_unexpectedly_large, threshold=SPIKE, context="loss"
-            )
-            _validate(total, spiky, "Spiky loss", fatal=False)
 
     def _read(self) -> None:
         if self._unread is None:
@@ -89,15 +82,14 @@ class LossCheck:
 
 
 def _stop_at_nan(total: Tensor) -> None:
-    where = "in local forward loss calculation"
-    _validate(total, torch.isnan, f"found NaN {where}", fatal=True)
-    _validate(total, torch.isinf, f"found Inf {where}", fatal=True)
-
-
-def _validate(total: Tensor, rejects: Callable, text: str, fatal: bool) -> None:
-    get_rerun_state_machine().validate_result(
-        total, rejection_func=rejects, message=text, tolerance=0.0, fatal=fatal
-    )
+    for name, rejects in (("NaN", torch.isnan), ("Inf", torch.isinf)):
+        get_rerun_state_machine().validate_result(
+            total,
+            rejection_func=rejects,
+            message=f"found {name} in local forward loss calculation",
+            tolerance=0.0,
+            fatal=True,
+        )
 
 
 def masked_sum(losses: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
