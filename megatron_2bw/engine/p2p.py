@@ -99,8 +99,7 @@ class HostStagedChannel(Channel):
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record(self._stream)
+            copied = self._stream.record_event()
 
         def job() -> None:
             copied.synchronize()

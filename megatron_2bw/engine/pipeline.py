@@ -220,7 +220,9 @@ class Pipeline:
             theirs = [action.kind for action in self.actions(iteration, neighbour)]
             receiver.prefetch = prefetch
             if receiver.channel.occupies_device:
-                before_step = theirs[: theirs.index(STEP)] if STEP in theirs else theirs
+                before_step = theirs
+                if STEP in theirs:
+                    before_step = theirs[: theirs.index(STEP)]
                 receiver.hold_back(before_step.count(kind), self.update.is_stepping)
             sent = theirs.count(kind)
             carried_over = receiver.outstanding + sent - own.count(kind)

@@ -182,7 +182,7 @@ def _in_the_mode(run_backward: Callable, *args, **kwargs) -> Any:
         return run_backward(*args, **kwargs)
 
 
-_installed: contextlib.ExitStack | None = None
+_installed = None  # what `uninstall` undoes
 
 
 def install() -> None:

@@ -99,11 +99,6 @@ class Slot:
             buffer.scale_gradients(scaling_factor)
 
 
-def same_memory(tensor: Tensor) -> Tensor:
-    """The memory of a slot that shares the first one's."""
-    return tensor
-
-
 class GradientSlots(PerBatch):
     """`count` slots for the gradients of `ddp`, Megatron's DistributedDataParallel.
 
@@ -119,8 +114,8 @@ class GradientSlots(PerBatch):
         ddp: Any,
         count: int,
         groups: tuple[dist.ProcessGroup, ...],
-        first: int = 0,
-        shared: bool = False,
+        first: int,
+        shared: bool,
     ):
         bucket_groups = all_bucket_groups(ddp)
         use_groups(bucket_groups, groups)
@@ -131,7 +126,8 @@ class GradientSlots(PerBatch):
             [*chain(*bucket_groups)],
             dense=(len(ddp.buffers), len(ddp.bucket_groups)),
         )
-        new = same_memory if shared else torch.zeros_like
+        # a detached tensor has the memory of the other one
+        new = Tensor.detach if shared else torch.zeros_like
         self._slots = [own] + [own.twin(new) for _ in range(1, count)]
         self._bound = own
         self._zero = ddp.zero_grad_buffer
@@ -204,7 +200,7 @@ class LossScales(PerBatch):
     saved  the loss scale of the first batch, if it is not the scaler's present one
     """
 
-    def __init__(self, parts: Sequence[Any], first: int, saved: float | None = None):
+    def __init__(self, parts: Sequence[Any], first: int, saved: float | None):
         self._parts = parts
         scalers = [getattr(part, "grad_scaler", None) for part in parts]
         # Each scaler's first scale is memory of the training stream. The step's thread

@@ -80,8 +80,6 @@ class LogLines:
              later, with the stats.
     """
 
-    _write: Callable[..., bool]  # Megatron's `training_log`
-
     def __init__(self, meeting: Meeting | None = None):
         self._meeting = meeting
         self._stages = []  # since the last line
@@ -104,7 +102,7 @@ class LogLines:
         self._read = timer.elapsed
         timer.elapsed = self._interval
 
-    def add(self, write: Callable[..., bool], values: dict[str, Any]) -> bool:
+    def add(self, write: Callable, values: dict[str, Any]) -> bool:
         """Take one call of `training_log` (`write`); returns what that does, whether
         memory is still to be reported."""
         self._warn_of_retries(values)

@@ -140,9 +140,7 @@ class Routers(PerBatch):
 
     # The step's thread calls the following.
 
-    def reduce_losses(
-        self, own: RouterBatch, groups: Any, twin_of: Callable[[Any], Any]
-    ) -> None:
+    def reduce_losses(self, own: RouterBatch, groups: Any, twin_of: Callable) -> None:
         """Sum the auxiliary losses over all stages and pipelines, as Megatron does for
         the log line."""
         for name in HEADS:

@@ -131,8 +131,6 @@ class MegatronStage:
         self._is_first = index == 0
         self._batches = defaultdict(Batch)
         self._random = None
-        self._call: Call
-        self._position: Position
         self._no_sync = None
 
     @contextlib.contextmanager

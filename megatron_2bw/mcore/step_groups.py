@@ -45,9 +45,9 @@ class Groups:
         megatron: Any,
         device: torch.device,
         timeout: timedelta | None,
-        parts: Sequence[Any] = (),
-        host: bool = False,
-        experts: dist.ProcessGroup | None = None,
+        parts: Sequence[Any],
+        host: bool,
+        experts: dist.ProcessGroup | None,
     ):
         self._timeout = timeout
         self._device = device

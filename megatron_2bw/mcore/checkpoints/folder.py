@@ -223,8 +223,13 @@ def _remedy(folder: Folder, damaged: str) -> str:
 def _damage(checkpoint: Path) -> str | None:
     from megatron_2bw.mcore.checkpoints.unpickle import Refused, read_metadata
 
-    if older := sorted(checkpoint.glob("mp_rank_*/*.pt")):
-        return _cut_short(checkpoint, older)
+    older = sorted(checkpoint.glob("mp_rank_*/*.pt"))
+    for file in older:
+        if not zipfile.is_zipfile(file):
+            name = file.relative_to(checkpoint)
+            return f"is damaged ({name} is cut short or no file of torch)"
+    if older:
+        return None
     try:
         json.loads(Path(checkpoint, "metadata.json").read_text())
         with open(checkpoint / ".metadata", "rb") as file:
@@ -245,13 +250,4 @@ def _damage(checkpoint: Path) -> str | None:
         present = path.stat().st_size if path.is_file() else 0
         if present < size:
             return f"is damaged ({name} has {present} of {size} bytes)"
-    return None
-
-
-def _cut_short(checkpoint: Path, files: list[Path]) -> str | None:
-    """The damage of a checkpoint in the older format."""
-    for file in files:
-        if not zipfile.is_zipfile(file):
-            name = file.relative_to(checkpoint)
-            return f"is damaged ({name} is cut short or no file of torch)"
     return None

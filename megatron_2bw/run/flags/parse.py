@@ -71,7 +71,7 @@ def parse_early(argv: list[str], stop: Stop, task: str = "gpt") -> argparse.Name
 def parse(
     early: argparse.Namespace,
     stop: Stop,
-    read: Callable[[argparse.ArgumentParser], object] | None = None,
+    read: Callable | None = None,
 ) -> argparse.Namespace:
     """Megatron's arguments and this project's, parsed, validated and set globally by
     Megatron.
@@ -134,11 +134,9 @@ def _print_first(line: str | None) -> None:
 
 def _use_checkpoint_args(args: argparse.Namespace, stop: Stop) -> None:
     """Take the arguments of a checkpoint (--use-checkpoint-args). Megatron reads them
-    before it loads; it asserts the first condition itself."""
+    before it loads."""
     from megatron.training import checkpointing
 
-    if args.load is None and args.pretrained_checkpoint is None:
-        stop("--use-checkpoint-args needs --load or --pretrained-checkpoint: add one")
     if fault := checks.checkpoint(args):
         stop(fault)
     if not args.dry_run and same_folder(args.load, args.save):

@@ -17,7 +17,7 @@ from megatron_2bw.run.flags.rule import Args, installed
 
 # Megatron's flags as a host without CUDA needs them. Most have no flag that switches
 # them on: no word about these.
-ON_CPU: dict[str, Any] = {
+ON_CPU = {
     "distributed_backend": "gloo",
     "transformer_impl": "local",
     "use_cpu_initialization": True,

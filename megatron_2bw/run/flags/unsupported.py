@@ -7,7 +7,6 @@ name; one that changes nothing is named in a line of the log.
 """
 
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -83,7 +82,7 @@ _TABLES = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 # What asks for a feature, where it is not any true value of the flag, or one of the
 # values of the rule.
-_ASKS: dict[str, Callable[[Args], object]] = {
+_ASKS = {
     "--tensor-parallel-num-weight-shards": _splits_weights,
     "--optimizer": _whole_matrices,
     "--hybrid-layer-pattern": _other_layers,

@@ -40,7 +40,7 @@ SHORT = {
     "number of skipped iterations": "skipped",
     "number of nan iterations": "nan",
 }
-_record: Any = None  # this rank's open file
+_record = None  # this rank's open file
 
 
 class _Stream:

@@ -103,7 +103,7 @@ def forward_step(data_iterator, model):
     return output, partial(loss, batch["loss_mask"], batch["is_random"])
 
 
-def get_batch(data_iterator, training: bool = True) -> dict[str, Tensor | None]:
+def get_batch(data_iterator, training: bool) -> dict[str, Tensor | None]:
     """FIELDS and is_random [microbatch] of the next microbatch; on middle stages the
     padding mask alone, else None."""
     args = get_args()

@@ -51,25 +51,26 @@ class LossCheck:
         """`total` is the loss of a microbatch, a scalar. RuntimeError of Megatron's,
         which names the iteration."""
         args = get_args()
-        machine = get_rerun_state_machine()
-        if args.check_for_nan_in_loss_and_grad and args.rerun_mode == "disabled":
-            # Megatron 0.19's number is one more than that of the log's next line;
-            # messages add one to either.
-            if hasattr(args, "curr_iteration"):  # not with --skip-train
-                machine.current_iteration = args.curr_iteration
-            self._read()
-            # into pinned memory
-            finite = torch.isfinite(total.detach()).to("cpu", non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-            self._unread = (total.detach(), finite, copied)
-            self._seen = (self._seen + total.requires_grad) % get_num_microbatches()
-            # in an evaluation, or the last one
-            if not total.requires_grad or self._seen == 0:
-                self._read()
+        if not args.check_for_nan_in_loss_and_grad:
+            return
         # the rerun machine keeps a record of each loss
-        elif args.check_for_nan_in_loss_and_grad:
+        if args.rerun_mode != "disabled":
             _stop_at_nan(total)
+            return
+        # Megatron 0.19's number is one more than that of the log's next line; messages
+        # add one to either.
+        if hasattr(args, "curr_iteration"):  # not with --skip-train
+            get_rerun_state_machine().current_iteration = args.curr_iteration
+        self._read()
+        # into pinned memory
+        finite = torch.isfinite(total.detach()).to("cpu", non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        self._unread = (total.detach(), finite, copied)
+        self._seen = (self._seen + total.requires_grad) % get_num_microbatches()
+        # in an evaluation, or the last one
+        if not total.requires_grad or self._seen == 0:
+            self._read()
 
     def _read(self) -> None:
         if self._unread is None:
@@ -127,7 +128,7 @@ def dataset_config(kind: type, args: Any, **options: Any) -> Any:
 
 
 def build_datasets(
-    kind: type, samples: list[int], builds: Callable[[], bool], config: Any
+    kind: type, samples: list[int], builds: Callable, config: Any
 ) -> list[Any]:
     """Training, validation and test datasets of a `kind`, on the ranks where `builds`
     is true.

@@ -95,7 +95,7 @@ def packed(position_ids: Tensor) -> PackedSeqParams:
     )
 
 
-def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None):
+def get_batch(data_iterator, training: bool, vp_stage: int | None):
     """The fields of the next microbatch that this stage needs; the others (on middle
     stages all) are None.
 
