@@ -94,7 +94,13 @@ def spans_of(
     times are in seconds."""
 
     def span(name: str, kind: str, start: float, end: float) -> dict[str, Any]:
-        place = {"name": name, "cat": kind, "ph": "X", "pid": pipeline, "tid": stage}
+        place = {
+            "name": name,
+            "cat": kind,
+            "ph": "X",
+            "pid": pipeline,
+            "tid": stage,
+        }
         return place | {"ts": start * 1e6, "dur": (end - start) * 1e6}
 
     action = record.action

@@ -178,10 +178,8 @@ def thread_local_matmul_precision() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision = (
-            get,
-            put,
-        )
+        torch.get_float32_matmul_precision = get
+        torch.set_float32_matmul_precision = put
 
 
 class ProxyModel:
@@ -195,7 +193,8 @@ class ProxyModel:
         self.ddp_config = ddp.ddp_config
         self.config = copy.copy(get_model_config(ddp))
         self.config.timers = None
-        self._inner, self._proxies = unwrap_model(ddp), proxies
+        self._inner = unwrap_model(ddp)
+        self._proxies = proxies
         self.share_embeddings_and_output_weights = getattr(
             self._inner, "share_embeddings_and_output_weights", False
         )
