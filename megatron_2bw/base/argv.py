@@ -16,7 +16,7 @@ def flag_of(word: str) -> str:
 def groups(words: Iterable[str]) -> list[list[str]]:
     """Each flag with its values; the first group has no flag if values stand before all
     flags."""
-    flags: list[list[str]] = []
+    flags = []
     for word in words:
         if word.startswith("--") or word == "-h" or not flags:
             flags.append([])
@@ -53,7 +53,7 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def expand_files(argv: Sequence[str]) -> list[str]:
     """`argv` with the words of a file in the place of each @file. UserError if it
     cannot be read."""
-    expanded: list[str] = []
+    expanded = []
     for word in argv:
         with file_errors(word):
             if word.startswith("@"):

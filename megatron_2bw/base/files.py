@@ -18,7 +18,7 @@ def write_whole(
     path: str | os.PathLike,
     content: str | bytes,
     sync: bool = False,
-    before: Callable[[], object] | None = None,
+    before: Callable | None = None,
 ) -> None:
     """Replace the file `path` in one step; its folder must exist. Text is written as
     UTF-8.
@@ -56,12 +56,10 @@ def write_whole(
         raise
 
 
-def write_json(
-    path: str | os.PathLike, content: Any, indent: int | None = 1, sync: bool = False
-) -> None:
+def write_json(path: str | os.PathLike, content: Any, indent: int | None = 1) -> None:
     """`write_whole` of the content as JSON, with null for infinite numbers and NaN."""
     text = json.dumps(finite(content), indent=indent, allow_nan=False)
-    write_whole(path, text + "\n", sync)
+    write_whole(path, text + "\n")
 
 
 def write_csv(path: str | os.PathLike, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -105,11 +103,11 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def write_figure(path: str | os.PathLike, figure: Any, dpi: int = 150) -> None:
+def write_figure(path: str | os.PathLike, figure: Any) -> None:
     """`write_whole` of a figure of matplotlib; the kind of picture by the ending of
     `path`."""
     picture = io.BytesIO()
-    figure.savefig(picture, format=Path(path).suffix[1:], dpi=dpi)
+    figure.savefig(picture, format=Path(path).suffix[1:], dpi=150)
     write_whole(path, picture.getvalue())
 
 

@@ -8,7 +8,7 @@ def portions[Item](
 ) -> Iterator[list[Item]]:
     """The items in order, in lists whose sizes add up to `limit` at most, or of one
     item."""
-    portion: list[Item] = []
+    portion = []
     total = 0
     for item in items:
         if portion and total + size(item) > limit:

@@ -34,6 +34,7 @@ class Work(Protocol):
     def is_completed(self) -> bool: ...
 
 
+@dataclass(eq=False)
 class Channel:
     """One direction of one boundary. Tensors arrive in the order in which they are
     sent.
@@ -44,16 +45,12 @@ class Channel:
     peer   the global rank of the other end
     """
 
-    def __init__(
-        self,
-        lanes: Sequence[dist.ProcessGroup],
-        peer: int,
-        device: torch.device,
-    ):
-        self.lanes = lanes
-        self.peer = peer
-        self.device = device
-        self._next = itertools.cycle(lanes)
+    lanes: Sequence[dist.ProcessGroup]
+    peer: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self._next = itertools.cycle(self.lanes)
 
     @property
     def occupies_device(self) -> bool:
@@ -92,23 +89,17 @@ class HostStagedChannel(Channel):
 
     occupies_device = False
 
-    def __init__(
-        self,
-        lanes: Sequence[dist.ProcessGroup],
-        peer: int,
-        device: torch.device,
-    ):
-        super().__init__(lanes, peer, device)
-        self._worker = Worker(f"exchange with rank {peer}", device)
-        self._stream = own_stream(device)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._worker = Worker(f"exchange with rank {self.peer}", self.device)
+        self._stream = own_stream(self.device)
 
     def send(self, tensor: Tensor) -> Work:
         host = _host_copy_of(tensor)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record(self._stream)
+            copied = self._stream.record_event()
 
         def job() -> None:
             copied.synchronize()
@@ -392,12 +383,11 @@ def connect_group(
         return
     stage = pipeline.index(rank)
     messages = []
-    if stage > 0:
-        token = torch.zeros(1, device=device)
-        messages.append(dist.P2POp(dist.irecv, token, pipeline[stage - 1], group))
-    if stage < len(pipeline) - 1:
-        token = torch.zeros(1, device=device)
-        messages.append(dist.P2POp(dist.isend, token, pipeline[stage + 1], group))
+    for neighbour, exchange in ((stage - 1, dist.irecv), (stage + 1, dist.isend)):
+        if 0 <= neighbour < len(pipeline):
+            token = torch.zeros(1, device=device)
+            peer = pipeline[neighbour]
+            messages.append(dist.P2POp(exchange, token, peer, group))
     if messages:
         for work in dist.batch_isend_irecv(messages):
             work.wait()

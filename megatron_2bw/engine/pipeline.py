@@ -152,9 +152,9 @@ class Pipeline:
 
     def actions(self, iteration: int, index: int | None = None) -> list[Action]:
         """The schedule's list for this stage, or for the stage `index`."""
-        return self.schedule.actions(
-            self.shape, self.index if index is None else index, iteration
-        )
+        if index is None:
+            index = self.index
+        return self.schedule.actions(self.shape, index, iteration)
 
     def is_warm(self, iteration: int) -> bool:
         """Whether receives may be posted early: a posted receive of NCCL occupies the
@@ -167,9 +167,9 @@ class Pipeline:
     def run(self, iteration: int, prefetch: bool | None = None) -> None:
         """One iteration: one batch, one update. prefetch: post receives early (default:
         `is_warm`)."""
-        self._announce_messages(
-            iteration, self.is_warm(iteration) if prefetch is None else prefetch
-        )
+        if prefetch is None:
+            prefetch = self.is_warm(iteration)
+        self._announce_messages(iteration, prefetch)
         for action in self.actions(iteration):
             if action.kind == STEP and self._defer_step:
                 self._deferred = action
@@ -220,7 +220,9 @@ class Pipeline:
             theirs = [action.kind for action in self.actions(iteration, neighbour)]
             receiver.prefetch = prefetch
             if receiver.channel.occupies_device:
-                before_step = theirs[: theirs.index(STEP)] if STEP in theirs else theirs
+                before_step = theirs
+                if STEP in theirs:
+                    before_step = theirs[: theirs.index(STEP)]
                 receiver.hold_back(before_step.count(kind), self.update.is_stepping)
             sent = theirs.count(kind)
             carried_over = receiver.outstanding + sent - own.count(kind)
@@ -257,7 +259,9 @@ class Pipeline:
         assert flight.action[1:] == action[1:], f"{action} meets {flight.action}"
         receiver = self.neighbours.gradients_in
         sender = self.neighbours.gradients_out
-        gradient = None if receiver is None else receiver.receive()
+        gradient = None
+        if receiver is not None:
+            gradient = receiver.receive()
         start = self.recorder.mark()
         self._bind(action)
         input_gradient = self.stage.backward(

@@ -6,28 +6,14 @@ GPU has finished its work.
 """
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megatron_2bw.engine.trace_file import Record
 from megatron_2bw.schedules import Action
 
 Marks = list[tuple[Action, Any, Any, Any]]
-
-
-@dataclass(frozen=True)
-class Record:
-    """One action in time, in seconds since the epoch.
-
-    asked  when the stage was free for it
-    start  when its inputs had arrived
-    """
-
-    action: Action
-    asked: float
-    start: float
-    end: float
 
 
 class NoRecorder:

@@ -8,23 +8,25 @@ bracket may be missing, so the trace of a killed run opens.
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from megatron_2bw.schedules import Action, B, F
 
 
-class Timed(Protocol):
-    """An action and its times in seconds: asked for, started, ended."""
+@dataclass(frozen=True)
+class Record:
+    """One action in time, in seconds since the epoch.
 
-    @property
-    def action(self) -> Action: ...
-    @property
-    def asked(self) -> float: ...
-    @property
-    def start(self) -> float: ...
-    @property
-    def end(self) -> float: ...
+    asked  when the stage was free for it
+    start  when its inputs had arrived
+    """
+
+    action: Action
+    asked: float
+    start: float
+    end: float
 
 
 class TraceWriter:
@@ -44,7 +46,7 @@ class TraceWriter:
         self._file.write("[\n")
         self._emit(names_of(f"pipeline {pipeline}", [stage], pipeline))
 
-    def write(self, records: Iterable[Timed]) -> None:
+    def write(self, records: Iterable[Record]) -> None:
         """Append; a full disk ends the trace with one line, but not the training."""
         if self._file is None:
             return
@@ -83,22 +85,28 @@ def names_of(
 
 
 def spans_of(
-    timed: Timed,
+    record: Record,
     stage: int,
     pipeline: int = 0,
     **more: Any,
 ) -> Iterator[dict[str, Any]]:
-    """The events of an action, `more` in its arguments, and of the wait before it. Its
+    """The events of a record, `more` in its arguments, and of the wait before it. Its
     times are in seconds."""
 
     def span(name: str, kind: str, start: float, end: float) -> dict[str, Any]:
-        place = {"name": name, "cat": kind, "ph": "X", "pid": pipeline, "tid": stage}
+        place = {
+            "name": name,
+            "cat": kind,
+            "ph": "X",
+            "pid": pipeline,
+            "tid": stage,
+        }
         return place | {"ts": start * 1e6, "dur": (end - start) * 1e6}
 
-    action = timed.action
-    waited = timed.start - timed.asked
+    action = record.action
+    waited = record.start - record.asked
     if waited > 1e-6:
-        yield span("wait", "wait", timed.asked, timed.start) | {"cname": "grey"}
+        yield span("wait", "wait", record.asked, record.start) | {"cname": "grey"}
     number = "microbatch" if action.kind in (F, B) else "batch"
     args = {
         "kind": action.kind,
@@ -107,7 +115,7 @@ def spans_of(
         **more,
         "waited_ms": waited * 1e3,
     }
-    yield span(str(action), action.kind, timed.start, timed.end) | {"args": args}
+    yield span(str(action), action.kind, record.start, record.end) | {"args": args}
 
 
 def forget(directory: Path) -> None:

@@ -36,7 +36,7 @@ class Portion:
         self._mine = mine
         self._copy = copy
         self._released = threading.Event()
-        self._copied: torch.cuda.Event | None = None
+        self._copied = None
         self._released.set()
 
     def hand_over(self) -> None:
@@ -72,15 +72,15 @@ class CompleteGradients(PerBatch):
     """
 
     def __init__(self, call: Call, slot: Slot, new: Callable[[Tensor], Tensor]):
-        self.main_grads: dict[Parameter, Tensor] = {}
+        self.main_grads = {}
         self._new = new
-        self._own: list[Tensor] = []  # copies of this rank's shards
-        self._shards: list[list[slice]] = []  # their places, by buffer
+        self._own = []  # copies of this rank's shards
+        self._shards = []  # their places, by buffer
         # by a bucket's first parameter
-        self._portions: dict[Parameter, list[Portion]] = {}
-        self._portion_of: dict[Parameter, Portion] = {}
+        self._portions = {}
+        self._portion_of = {}
         # those without a gradient of this batch
-        self._waiting: set[Parameter] = set()
+        self._waiting = set()
         for buffer in slot.buffers:
             self._shards.append([])
             for bucket in buffer.buckets:

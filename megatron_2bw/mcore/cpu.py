@@ -159,7 +159,7 @@ _FUNCTIONS = {
 
 
 @around
-def _own_generator(init: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+def _own_generator(init: Callable, self, *args, **kwargs) -> None:
     """For DataLoader.__init__: seeds of its workers must not come from the generator
     that dropout draws from here.
 
@@ -172,7 +172,7 @@ def _own_generator(init: Callable, self: Any, *args: Any, **kwargs: Any) -> None
 
 
 @around
-def _in_the_mode(run_backward: Callable, *args: Any, **kwargs: Any) -> Any:
+def _in_the_mode(run_backward: Callable, *args, **kwargs) -> Any:
     """For the engine of torch.autograd.backward: a mode is off in what it calls, here
     in all functions of a backward.
 
@@ -182,7 +182,7 @@ def _in_the_mode(run_backward: Callable, *args: Any, **kwargs: Any) -> Any:
         return run_backward(*args, **kwargs)
 
 
-_installed: contextlib.ExitStack | None = None
+_installed = None  # what `uninstall` undoes
 
 
 def install() -> None:

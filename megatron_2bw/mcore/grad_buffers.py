@@ -36,11 +36,11 @@ class Slot:
         self.buffers = buffers
         self.bucket_groups = bucket_groups
         self._dense = dense
-        self.group_of: dict[Parameter, Any] = {}
+        self.group_of = {}
         for group in bucket_groups:
             for param in group.params:
                 self.group_of[param] = group
-        self.main_grads: dict[Parameter, Tensor] = {}
+        self.main_grads = {}
         for buffer in buffers:
             for param, (start, end, _) in buffer.param_index_map.items():
                 self.main_grads[param] = buffer.grad_data[start:end].view(param.shape)
@@ -48,7 +48,7 @@ class Slot:
     def twin(self, new: Callable[[Tensor], Tensor] = torch.zeros_like) -> "Slot":
         """A second slot with the same layout, whose buffers `new` makes. Bytes: those
         of the gradients."""
-        twin_of: dict[int, Any] = {}  # by a bucket's id
+        twin_of = {}  # by a bucket's id
         buffers = []
         for buffer in self.buffers:
             other = copy.copy(buffer)
@@ -99,11 +99,6 @@ class Slot:
             buffer.scale_gradients(scaling_factor)
 
 
-def same_memory(tensor: Tensor) -> Tensor:
-    """The memory of a slot that shares the first one's."""
-    return tensor
-
-
 class GradientSlots(PerBatch):
     """`count` slots for the gradients of `ddp`, Megatron's DistributedDataParallel.
 
@@ -119,8 +114,8 @@ class GradientSlots(PerBatch):
         ddp: Any,
         count: int,
         groups: tuple[dist.ProcessGroup, ...],
-        first: int = 0,
-        shared: bool = False,
+        first: int,
+        shared: bool,
     ):
         bucket_groups = all_bucket_groups(ddp)
         use_groups(bucket_groups, groups)
@@ -131,7 +126,8 @@ class GradientSlots(PerBatch):
             [*chain(*bucket_groups)],
             dense=(len(ddp.buffers), len(ddp.bucket_groups)),
         )
-        new = same_memory if shared else torch.zeros_like
+        # a detached tensor has the memory of the other one
+        new = Tensor.detach if shared else torch.zeros_like
         self._slots = [own] + [own.twin(new) for _ in range(1, count)]
         self._bound = own
         self._zero = ddp.zero_grad_buffer
@@ -204,7 +200,7 @@ class LossScales(PerBatch):
     saved  the loss scale of the first batch, if it is not the scaler's present one
     """
 
-    def __init__(self, parts: Sequence[Any], first: int, saved: float | None = None):
+    def __init__(self, parts: Sequence[Any], first: int, saved: float | None):
         self._parts = parts
         scalers = [getattr(part, "grad_scaler", None) for part in parts]
         # Each scaler's first scale is memory of the training stream. The step's thread
@@ -250,16 +246,17 @@ class LossScales(PerBatch):
     def unscaling_by(self, scale: Tensor) -> Iterator[None]:
         """Inside, Megatron's optimizers unscale by `scale`, whatever their scaler's
         present one is."""
-        scalers = [getattr(part, "grad_scaler", None) for part in self._parts]
-        for part, scaler in zip(self._parts, scalers):
+        replaced = []
+        for part in self._parts:
+            scaler = getattr(part, "grad_scaler", None)
             if scaler is not None:
+                replaced.append((part, scaler))
                 part.grad_scaler = _BatchScaler(scaler, scale)
         try:
             yield
         finally:
-            for part, scaler in zip(self._parts, scalers):
-                if scaler is not None:
-                    part.grad_scaler = scaler
+            for part, scaler in replaced:
+                part.grad_scaler = scaler
 
 
 class _BatchScaler:

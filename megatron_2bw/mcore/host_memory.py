@@ -40,7 +40,7 @@ def pin(tensors: Sequence[Tensor]) -> None:
     pins powers of two only.)"""
     if not torch.cuda.is_available():
         return
-    ranges: list[list[int]] = []  # of whole pages, apart
+    ranges = []  # of whole pages, apart
     for tensor in sorted(tensors, key=Tensor.data_ptr):
         start = tensor.data_ptr()
         end = start + tensor.nbytes
@@ -116,8 +116,8 @@ class HostMemory(CompleteGradients):
         self, call: Call, stores: WeightStores, slot: Slot, mains: dict, inside: bool
     ):
         super().__init__(call, slot, empty_pages)
-        self.flats: list[Tensor] = []
-        self.views: list[Tensor] = []
+        self.flats = []
+        self.views = []
         if stores.buffer_data:
             self.flats = [empty_pages(data) for data in stores.buffer_data[0]]
         else:

@@ -39,7 +39,7 @@ from megatron_2bw.engine.pipeline import warmed_up
 from megatron_2bw.engine.streams import own_stream
 from megatron_2bw.mcore.batch_sizes import planned
 from megatron_2bw.mcore.late_step import StepResult
-from megatron_2bw.mcore.stage_times import Meeting, StageStats
+from megatron_2bw.mcore.stage_times import Meeting
 
 # Peak of the matrix units in 16-bit floats, by torch's names of GPUs (NVIDIA's data
 # sheets). Their PCIe and NVL versions have other peaks, but not A100's.
@@ -80,31 +80,29 @@ class LogLines:
              later, with the stats.
     """
 
-    _write: Callable[..., bool]  # Megatron's `training_log`
-
     def __init__(self, meeting: Meeting | None = None):
         self._meeting = meeting
-        self._stages: list[tuple[StageStats, ...]] = []  # since the last line
-        self._printed: int | None = None  # the iteration whose line Megatron is writing
+        self._stages = []  # since the last line
+        self._printed = None  # the iteration whose line Megatron is writing
         self._progress = Progress()
         self._calls = 0  # of `add`
         self._retries = 0  # of torch's allocator, as far as they are reported
-        self._entries: deque[Entry] = deque()
+        self._entries = deque()
         # By batch: its values in place of Megatron's, its stages' stats, and its
         # auxiliary losses.
-        self._results: dict[int, tuple[dict, tuple[StageStats, ...], Any]] = {}
+        self._results = {}
         # how often the heads of --mtp-num-layers were right so far
-        self._rates: dict[str, torch.Tensor] = {}
+        self._rates = {}
         self._report_memory = True
         self._stream = own_stream(torch.device("cuda"))
         # seconds of the iterations written since Megatron last reset its timer
-        self._unread: list[float] = []
+        self._unread = []
         timer = get_timers()("interval-time", log_level=0)
         _wait_for_nobody(timer)
         self._read = timer.elapsed
         timer.elapsed = self._interval
 
-    def add(self, write: Callable[..., bool], values: dict[str, Any]) -> bool:
+    def add(self, write: Callable, values: dict[str, Any]) -> bool:
         """Take one call of `training_log` (`write`); returns what that does, whether
         memory is still to be reported."""
         self._warn_of_retries(values)
@@ -247,7 +245,7 @@ class Progress:
 
     def __init__(self):
         # when the first line was written, and its samples
-        self._first: tuple[float, int] | None = None
+        self._first = None
         self._planned = 0  # samples of the whole run
         self._before = (0, 0)  # iteration and samples of the line before
 
@@ -298,7 +296,7 @@ class Progress:
         return (now - start) / (samples - first)
 
 
-def with_progress(print_rank_last: Callable[[str], object]) -> Callable[[str], object]:
+def with_progress(print_rank_last: Callable) -> Callable:
     """For Megatron's own schedule."""
     progress = Progress()
 

@@ -76,7 +76,7 @@ class Proxies:
         self._flat = False
         self.of = {param: proxy_of(param) for param in stores.params}
         # where Megatron's optimizers hold a parameter: a list, and the place in it
-        self._places: list[tuple[list, int]] = []
+        self._places = []
         for part in parts:
             for places in lists_of_parameters(part):
                 for index, param in enumerate(places):
@@ -178,10 +178,8 @@ def thread_local_matmul_precision() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision = (
-            get,
-            put,
-        )
+        torch.get_float32_matmul_precision = get
+        torch.set_float32_matmul_precision = put
 
 
 class ProxyModel:
@@ -195,7 +193,8 @@ class ProxyModel:
         self.ddp_config = ddp.ddp_config
         self.config = copy.copy(get_model_config(ddp))
         self.config.timers = None
-        self._inner, self._proxies = unwrap_model(ddp), proxies
+        self._inner = unwrap_model(ddp)
+        self._proxies = proxies
         self.share_embeddings_and_output_weights = getattr(
             self._inner, "share_embeddings_and_output_weights", False
         )
@@ -298,7 +297,7 @@ def detach_shards(part: Any, host: bool) -> None:
     weight version here.
     """
     groups = getattr(part, "shard_fp32_groups", ())
-    own: dict[Tensor, Parameter] = {}  # by Megatron's shard
+    own = {}  # by Megatron's shard
     for shard in chain(*groups):
         device = "cpu" if host else shard.device
         copied = shard.detach().to(device, copy=True)

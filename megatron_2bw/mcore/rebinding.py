@@ -70,7 +70,7 @@ def rows(modules: dict[str, dict[str, Callable]]) -> list[Patch]:
     return patches
 
 
-def constant(value: Any) -> Callable[..., Any]:
+def constant(value: Any) -> Callable:
     """A function that returns the value, whatever its arguments. As the `replace` of a
     Patch: the value, whatever Megatron has."""
 
@@ -122,7 +122,7 @@ def _find(module: str, name: str) -> Any:
         raise _drift(f"{module}.{name} is missing") from error
 
 
-def apply(patches: Sequence[Patch]) -> Callable[[], None]:
+def apply(patches: Sequence[Patch]) -> Callable:
     """Check all rows, then make all rebindings. Returns a function that undoes them.
     Raises DriftError."""
     version = _installed()

@@ -73,23 +73,21 @@ def _norm_of_all(
 
 @around
 def set_without_step(
-    set_states: Callable, self: Any, model_param: Any, tensors: dict[str, Any]
+    set_states: Callable, self, model_param: Any, tensors: dict[str, Any]
 ) -> None:
     with torch.no_grad():
         set_states(self, model_param, tensors | {"step": None})
 
 
 @around
-def switch_once(switch: Callable, self: Any, *args, **kwargs) -> None:
+def switch_once(switch: Callable, self, *args, **kwargs) -> None:
     disables = switch.__name__ == "disable_forward_pre_hook"
     if bool(self.remove_forward_pre_hook_handles) == disables:
         switch(self, *args, **kwargs)
 
 
 @around
-def places_without_padding(
-    sharded_param_state: Callable, self: Any, *args, **kwargs
-) -> Any:
+def places_without_padding(sharded_param_state: Callable, self, *args, **kwargs) -> Any:
     padded = [buffer.param_index_map for buffer in self.buffers]
     try:
         for buffer in self.buffers:
@@ -161,7 +159,7 @@ def raise_cause(write_preloaded_data: Callable, *args, **kwargs) -> Any:
 
 
 @around
-def known_records(read_metadata: Callable, self: Any, *args, **kwargs) -> Any:
+def known_records(read_metadata: Callable, self, *args, **kwargs) -> Any:
     path = self._get_metadata_path(kwargs.get("rank"))
     with self.fs.create_stream(path, "rb") as file:
         unpickle.read_metadata(file)
@@ -169,6 +167,6 @@ def known_records(read_metadata: Callable, self: Any, *args, **kwargs) -> Any:
 
 
 @around
-def weights_only(load_bytes: Callable, self: Any, read_item: Any, value: Any) -> Any:
+def weights_only(load_bytes: Callable, self, read_item: Any, value: Any) -> Any:
     unpickle.check_bytes(read_item.storage_index.fqn, value)
     return load_bytes(self, read_item, value)

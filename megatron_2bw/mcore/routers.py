@@ -70,7 +70,7 @@ class Routers(PerBatch):
         shadow: Mapping[Tensor, Tensor],
     ):
         self._config = config
-        self._routers: list[TopKRouter] = []
+        self._routers = []
         newest = []
         older = []
         for router in model.modules():
@@ -81,7 +81,7 @@ class Routers(PerBatch):
                 newest.append(None if bias is None else bias.data)
                 older.append(shadow.get(bias, newest[-1]))
         self._biases = {first: newest, first - 1: older}  # by weight version
-        self._batches: dict[int, RouterBatch] = {}
+        self._batches = {}
 
     # The training thread calls the following.
 
@@ -140,9 +140,7 @@ class Routers(PerBatch):
 
     # The step's thread calls the following.
 
-    def reduce_losses(
-        self, own: RouterBatch, groups: Any, twin_of: Callable[[Any], Any]
-    ) -> None:
+    def reduce_losses(self, own: RouterBatch, groups: Any, twin_of: Callable) -> None:
         """Sum the auxiliary losses over all stages and pipelines, as Megatron does for
         the log line."""
         for name in HEADS:

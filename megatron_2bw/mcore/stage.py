@@ -92,7 +92,7 @@ def restore_random_state(state: tuple) -> None:
     np.random.set_state(numpy)
     torch.set_rng_state(host)
     torch.cuda.set_rng_state(device)
-    tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+    tracker = tensor_parallel.get_cuda_rng_tracker()
     graphable = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
     convert = partial(tensor_parallel.convert_cuda_rng_state, to_graphable=graphable)
     tracker.set_states({name: convert(state) for name, state in tracked.items()})
@@ -129,11 +129,9 @@ class MegatronStage:
     def __init__(self, stages: int, index: int):
         self._is_last = index == stages - 1
         self._is_first = index == 0
-        self._batches: dict[int, Batch] = defaultdict(Batch)
-        self._random: tuple | None = None
-        self._call: Call
-        self._position: Position
-        self._no_sync: contextlib.AbstractContextManager | None = None
+        self._batches = defaultdict(Batch)
+        self._random = None
+        self._no_sync = None
 
     @contextlib.contextmanager
     def iteration(self, position: Position, call: Call) -> Iterator[None]:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from megatron_2bw.engine.process_groups import new_group
-from megatron_2bw.engine.recorder import Marks, Record, Recorder
-from megatron_2bw.engine.trace_file import TraceWriter
+from megatron_2bw.engine.recorder import Marks, Recorder
+from megatron_2bw.engine.trace_file import Record, TraceWriter
 from megatron_2bw.engine.worker import Worker
 from megatron_2bw.mcore.step_groups import gather
 from megatron_2bw.schedules import B
@@ -133,7 +133,7 @@ class Meeting:
     ):
         self._times = times
         self._group = new_group(ranks, "reports", "gloo", timeout)
-        self._own: list[StageTimes] = []  # since the last exchange
+        self._own = []  # since the last exchange
 
     def stats(self, exchange: bool) -> tuple[StageStats, ...]:
         """After each batch. With `exchange` the stats of all stages since the last one,

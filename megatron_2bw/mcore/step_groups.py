@@ -45,15 +45,15 @@ class Groups:
         megatron: Any,
         device: torch.device,
         timeout: timedelta | None,
-        parts: Sequence[Any] = (),
-        host: bool = False,
-        experts: dist.ProcessGroup | None = None,
+        parts: Sequence[Any],
+        host: bool,
+        experts: dist.ProcessGroup | None,
     ):
         self._timeout = timeout
         self._device = device
         # One for each set of ranks: Megatron takes one norm of parts whose groups are
         # one.
-        self._statistics: dict[frozenset[int], Any] = {}
+        self._statistics = {}
         self.world = self._twin(dist.group.WORLD, "world", "gloo")
         for part in parts:
             group = part.get_grad_stats_parallel_group()

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_2bw.base.local_ranks import WorldError, run_world
 from megatron_2bw.cli import main
-from megatron_2bw.run.start.train import EVALUATE
+from megatron_2bw.run.start.train import TABLES
 from tests.distributed.test_convert import convert_here, folder  # noqa: F401  (a fixture)
 from tests.e2e.launcher import forked
 
@@ -22,7 +22,10 @@ def call(rank: int, words: str) -> None:
 
 def evaluate(source: Path) -> None:
     """A training loads as it does."""
-    forked(1, [*EVALUATE, "--mock-data", "--device", "cpu", "--load", str(source)])
+    forked(
+        1,
+        [*TABLES["evaluate"], "--mock-data", "--device", "cpu", "--load", str(source)],
+    )
 
 
 def run(words: str) -> None:

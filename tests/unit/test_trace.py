@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_2bw.engine.recorder import Record, Recorder
-from megatron_2bw.engine.trace_file import TraceWriter, forget
+from megatron_2bw.engine.recorder import Recorder
+from megatron_2bw.engine.trace_file import Record, TraceWriter, forget
 from megatron_2bw.schedules import SCHEDULES, Action, Shape
 from megatron_2bw.tools.timelines.measured import last_batches, timelines
 from megatron_2bw.tools.timelines.simulator import Times, by_stage, simulate

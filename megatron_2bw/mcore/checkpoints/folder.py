@@ -146,7 +146,7 @@ def _is_whole(checkpoint: Path) -> bool:
 def root(error: BaseException) -> BaseException:
     """The system's error behind an error of torch's stream writer, or the error
     itself."""
-    cause: BaseException | None = error
+    cause = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     return cause or error
@@ -223,8 +223,13 @@ def _remedy(folder: Folder, damaged: str) -> str:
 def _damage(checkpoint: Path) -> str | None:
     from megatron_2bw.mcore.checkpoints.unpickle import Refused, read_metadata
 
-    if older := sorted(checkpoint.glob("mp_rank_*/*.pt")):
-        return _cut_short(checkpoint, older)
+    older = sorted(checkpoint.glob("mp_rank_*/*.pt"))
+    for file in older:
+        if not zipfile.is_zipfile(file):
+            name = file.relative_to(checkpoint)
+            return f"is damaged ({name} is cut short or no file of torch)"
+    if older:
+        return None
     try:
         json.loads(Path(checkpoint, "metadata.json").read_text())
         with open(checkpoint / ".metadata", "rb") as file:
@@ -236,7 +241,7 @@ def _damage(checkpoint: Path) -> str | None:
         return f"was not written to its end, or not by Megatron (no file {file_name})"
     except Exception as error:  # unpickling fails in many ways
         return f"is damaged (metadata.json or .metadata: {type(error).__name__})"
-    needed: dict[str, int] = {}
+    needed = {}
     for place in places:
         size = needed.get(place.relative_path, 0)
         needed[place.relative_path] = max(size, place.offset + place.length)
@@ -245,13 +250,4 @@ def _damage(checkpoint: Path) -> str | None:
         present = path.stat().st_size if path.is_file() else 0
         if present < size:
             return f"is damaged ({name} has {present} of {size} bytes)"
-    return None
-
-
-def _cut_short(checkpoint: Path, files: list[Path]) -> str | None:
-    """The damage of a checkpoint in the older format."""
-    for file in files:
-        if not zipfile.is_zipfile(file):
-            name = file.relative_to(checkpoint)
-            return f"is damaged ({name} is cut short or no file of torch)"
     return None

@@ -20,7 +20,7 @@ OWNER = ".owner.lock"
 # by default)
 LEASE = 120.0
 
-_held: dict[Path, FileLock] = {}
+_held = {}  # locks, by file
 
 
 def hold(folder: str | os.PathLike) -> None:

@@ -17,7 +17,7 @@ from megatron_2bw.run.flags.rule import Args, installed
 
 # Megatron's flags as a host without CUDA needs them. Most have no flag that switches
 # them on: no word about these.
-ON_CPU: dict[str, Any] = {
+ON_CPU = {
     "distributed_backend": "gloo",
     "transformer_impl": "local",
     "use_cpu_initialization": True,
@@ -63,7 +63,7 @@ def rehearse(
     """
     actions = {action.dest: action for action in parser._actions}
     typed = {flag_of(word) for word in argv}
-    replaced: list[str] = []
+    replaced = []
 
     def put(name: str, setting: Any, remark: str = "") -> None:
         action = actions[name]

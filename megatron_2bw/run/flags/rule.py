@@ -76,7 +76,7 @@ class Rule:
     flag: str
     why: str
     scope: str = "ours"
-    when: Callable[[Args], object] | None = None
+    when: Callable | None = None
 
     def holds(self, args: Args) -> bool:
         """Whether the arguments break the rule."""

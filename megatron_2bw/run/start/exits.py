@@ -44,7 +44,7 @@ def is_peer_failure(error: BaseException) -> bool:
     return torchs and bool(_LOST.search(str(error)))
 
 
-def leave(error: Exception, flush: Callable[[], None] | None = None) -> NoReturn:
+def leave(error: Exception, flush: Callable | None = None) -> NoReturn:
     """End this rank after an exception in training, with status 1.
 
     flush: called after the report; the process ends within GRACE seconds in any case.

@@ -36,7 +36,8 @@ def launch(task: str) -> None:
     `datasets_provider` and `forward_step`.
     """
     name = task.rpartition(".")[2]
-    if _under_torchrun():
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    if under_torchrun:
         end_with_parent()  # a shell that has started this rank may end before it
     _check_quickly(name)
     screen.begin(not {"--verbose", "-h", "--help"}.isdisjoint(sys.argv))
@@ -77,17 +78,13 @@ def launch(task: str) -> None:
             )
         if args.exit_signal_handler:
             atexit.register(_end_loader_workers)
-            if _under_torchrun():
+            if under_torchrun:
                 end_with_parent(args.exit_signal)  # this rank saves then
         _pretrain(args, config, module, output)
         if args.two_bw_trace is not None:
             _merge_trace(args, runtime)
     except Exception as error:
         _end(error, args, runtime)
-
-
-def _under_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _check_quickly(name: str) -> None:

@@ -40,7 +40,7 @@ SHORT = {
     "number of skipped iterations": "skipped",
     "number of nan iterations": "nan",
 }
-_record: Any = None  # this rank's open file
+_record = None  # this rank's open file
 
 
 class _Stream:
@@ -51,7 +51,7 @@ class _Stream:
         self._screen = screen
         self._verbose = verbose
         self._short = os.isatty(screen) and not verbose
-        self._begun: dict[int, str] = {}  # the line that a thread has begun
+        self._begun = {}  # the line that a thread has begun
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_record, name)

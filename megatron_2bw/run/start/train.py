@@ -26,26 +26,7 @@ from megatron_2bw.run.flags.rule import installed
 from megatron_2bw.run.start.plan_file import first_plan
 from megatron_2bw.run.start.torchrun import run_ranks, torchrun
 
-SIZES = (
-    "--tensor-model-parallel-size --pipeline-model-parallel-size "
-    "--context-parallel-size"
-).split()
-DATA = (
-    "--data-path --train-data-path --data-args-path --per-split-data-args-path"
-).split()
-_OPTIONS = read_yaml(Path(__file__).with_suffix(".yaml"))
-# What --rehearse changes, and the beginnings of what it leaves out.
-REHEARSE = (
-    "--device cpu --exit-interval 2 --log-interval 1 --eval-interval 2 --eval-iters 1"
-).split()
-LEFT_OUT = (
-    "--save --async-save --tensorboard --wandb --two-bw-trace --exit-duration-in-mins"
-).split()
-
-EVALUATE = (
-    "--skip-train --use-checkpoint-args --no-load-optim --no-load-rng "
-    "--micro-batch-size 4 --train-iters 1 --lr 1e-5 --eval-iters 10 --eval-interval 1"
-).split()
+TABLES = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -88,7 +69,9 @@ def evaluate(argv: Sequence[str], prog: str) -> int:
         raise UserError(
             f"{folder}: it holds no checkpoint: give the folder that a run has as --save"
         )
-    return _run(prog, options, [*merged(EVALUATE, flags), "--load", folder], None)
+    return _run(
+        prog, options, [*merged(TABLES["evaluate"], flags), "--load", folder], None
+    )
 
 
 # --- this command's options
@@ -101,7 +84,7 @@ def _parser(prog: str, meaning: str) -> Parser:
     group = parser.add_argument_group(
         "processes; by default the hosts are those of the Slurm step"
     )
-    add_table(group, _OPTIONS)
+    add_table(group, TABLES["options"])
     if "SLURM_STEP_ID" in os.environ:
         parser.set_defaults(
             nnodes=os.environ["SLURM_STEP_NUM_NODES"],
@@ -120,7 +103,7 @@ def _parsed(
     head = 0
     while head < len(argv) and not argv[head].startswith("-"):
         head += 1
-    own, flags = split_by(argv[head:], ["-h", "--help", *_OPTIONS])
+    own, flags = split_by(argv[head:], ["-h", "--help", *TABLES["options"]])
     options = parser.parse_intermixed_args([*argv[:head], *own])
     if step and step["SLURM_STEP_NUM_TASKS"] != step["SLURM_STEP_NUM_NODES"]:
         parser.error("start one task on each node: srun --ntasks-per-node 1")
@@ -155,7 +138,7 @@ def _read_file(
 
 def flags_of_file(path: Path, content: dict[str, Any]) -> list[str]:
     """The flags of a YAML file's entries."""
-    words: list[str] = []
+    words = []
     for name, value in content.items():
         if value is None or value is False:
             raise UserError(
@@ -185,7 +168,7 @@ def flags_of_plan(
     typed_flags = {flag_of(word) for word in typed}
     if "--save" in typed_flags:
         words += plan.save_interval
-    if typed_flags.isdisjoint(DATA):
+    if typed_flags.isdisjoint(TABLES["data"]):
         if "--mock-data" not in typed_flags:
             print("> no --data-path: training on mock data, random tokens", flush=True)
         words += plan.mock_data
@@ -208,7 +191,7 @@ def _run(
     flags = merged(_without_libraries(flags), flags)
     if line := quick_check.mistake(flags, options.task, nproc * hosts):
         usage_error(prog, line)
-    place: list[str] = []
+    place = []
     if options.rehearse:
         flags = _rehearsed(flags, batch * pipeline // (nproc * hosts))
         nproc = pipeline
@@ -233,12 +216,12 @@ def _run(
 
 def _rehearsed(flags: list[str], batch: int) -> list[str]:
     """The flags of two iterations on one pipeline, with its part of the batch."""
-    kept: list[str] = []
+    kept = []
     for group in groups(flags):
-        if not group[0].startswith(tuple(LEFT_OUT)):
+        if not group[0].startswith(tuple(TABLES["left out"])):
             kept += group
     sizes = ["--global-batch-size", str(batch)] if batch else []
-    return merged(kept, [*REHEARSE, *sizes])
+    return merged(kept, [*TABLES["rehearse"], *sizes])
 
 
 def _dry_run(command: list[str], flags: list[str], ranks: int) -> int:
@@ -256,7 +239,7 @@ def _sizes(prog: str, flags: Sequence[str]) -> tuple[int, int]:
     """The ranks of a pipeline (stages x tensor ranks x context ranks), and the global
     batch size, 0 if not given."""
     parser = Parser(prog=prog, add_help=False, allow_abbrev=False)
-    for flag in SIZES:
+    for flag in TABLES["sizes"]:
         parser.add_argument(flag, type=whole_number(1), default=1)
     parser.add_argument("--global-batch-size", type=whole_number(1), default=0)
     sizes, _ = parser.parse_known_args(flags)

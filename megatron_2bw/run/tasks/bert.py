@@ -103,14 +103,14 @@ def forward_step(data_iterator, model):
     return output, partial(loss, batch["loss_mask"], batch["is_random"])
 
 
-def get_batch(data_iterator, training: bool = True) -> dict[str, Tensor | None]:
+def get_batch(data_iterator, training: bool) -> dict[str, Tensor | None]:
     """FIELDS and is_random [microbatch] of the next microbatch; on middle stages the
     padding mask alone, else None."""
     args = get_args()
     # of any chunk, if stages are interleaved
     ends = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
     names = FIELDS if ends else FIELDS[:1]
-    parts: list[Tensor] = []
+    parts = []
     if mpu.get_tensor_model_parallel_rank() == 0:
         fields = next(data_iterator)
         fields["is_random"] = fields["is_random"].view(-1, 1)
@@ -120,7 +120,7 @@ def get_batch(data_iterator, training: bool = True) -> dict[str, Tensor | None]:
         widths = [args.seq_length] * len(names) + [1]
         size = common.micro_batch_size(args, training)
         parts = _from_first_tensor_rank(parts, widths, size)
-    batch: dict[str, Tensor | None] = dict.fromkeys(FIELDS)
+    batch = dict.fromkeys(FIELDS)
     batch.update(zip(names, parts))
     batch["is_random"] = parts[-1].view(-1)
     return batch

@@ -8,7 +8,6 @@ installed cpu.py.
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core import mpu
@@ -96,7 +95,7 @@ def packed(position_ids: Tensor) -> PackedSeqParams:
     )
 
 
-def get_batch(data_iterator, training: bool = True, vp_stage: int | None = None):
+def get_batch(data_iterator, training: bool, vp_stage: int | None):
     """The fields of the next microbatch that this stage needs; the others (on middle
     stages all) are None.
 
@@ -184,7 +183,7 @@ datasets_provider.is_distributed = True  # Megatron calls it on every rank
 
 def dataset_config(args) -> GPTDatasetConfig:
     """Megatron's dataset configuration from its own flags."""
-    options: dict[str, Any] = dict(
+    options = dict(
         create_attention_mask=args.create_attention_mask_in_dataloader,
         fast_cache_load=args.dataloader_fast_cache_load,
         defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,

@@ -132,11 +132,10 @@ def adapt(model: torch.nn.Module, args: argparse.Namespace) -> None:
     but for those of experts."""
     frozen = sum(param.numel() for param in model.parameters())
     model.requires_grad_(False)
-    layers = [
-        layer for layer in model.modules() if isinstance(layer, BaseTransformerLayer)
-    ]
-    for layer in layers:
-        # adapters are added on the way
+    # adapters are added on the way
+    for layer in [*model.modules()]:
+        if not isinstance(layer, BaseTransformerLayer):
+            continue
         for path, parent in [*layer.named_modules()]:
             if ".experts." not in f".{path}.":
                 _adapt(parent, f"{layer.layer_number}.{path}", model.config, args)
@@ -178,7 +177,7 @@ def _ask_for_gradients(module: Any, inputs: tuple, output: Tensor) -> None:
     output.requires_grad_(torch.is_grad_enabled())
 
 
-def _adapters_of(state_dict: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
+def _adapters_of(state_dict: Callable, *args, **kwargs) -> dict[str, Any]:
     """The adapters of a state dict of the model."""
     state = state_dict(*args, **kwargs)
     return {name: value for name, value in state.items() if f"{ADAPTER}." in name}

@@ -1,9 +1,9 @@
 """BERT samples without data: pairs of counting sequences, with masked words and
 sometimes swapped order.
 
-Invariant: a sample depends only on the seed, the split, its number and the sizes. The
-fields are those of Megatron's BERTMaskedWordPieceDataset. Both tasks can be learned:
-masked words from their neighbours, the order from the numbers.
+Invariant: a sample depends only on the seed, the split, its number and the sizes. Its
+fields are those of Megatron's BERTMaskedWordPieceDataset that bert.py reads. Both tasks
+can be learned: masked words from their neighbours, the order from the numbers.
 """
 
 import numpy
@@ -65,7 +65,6 @@ class MockBertDataset(MegatronDataset):
             "is_random": swapped,
             "padding_mask": self._padded(numpy.ones_like(text)),
             "loss_mask": self._padded(chosen.astype(numpy.int64)),
-            "truncated": 0,
         }
 
     def _padded(self, values: numpy.ndarray, fill: int = 0) -> numpy.ndarray:

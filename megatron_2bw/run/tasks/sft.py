@@ -30,9 +30,7 @@ class SFTDataset(MegatronDataset):
 
     def __init__(self, *place):
         super().__init__(*place)
-        self._begun: list[numpy.ndarray] = []  # what `_begins` has found
-        self._epoch = -1
-        self._order = numpy.zeros(0, int)
+        self._epochs = []  # what `_epoch` has found
         self._report_cuts()
 
     def _report_cuts(self) -> None:
@@ -55,7 +53,7 @@ class SFTDataset(MegatronDataset):
         print_rank_0(f"> {line}")
 
     def __len__(self) -> int:
-        return self.num_samples or len(self._begins(0))
+        return self.num_samples or len(self._epoch(0)[1])
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         """Tokens, labels, loss mask and positions, each [sequence]; the attention mask,
@@ -89,33 +87,29 @@ class SFTDataset(MegatronDataset):
     def _conversations(self, idx: int) -> numpy.ndarray:
         """The numbers of sample `idx` in the dataset."""
         epoch = 0
-        while idx >= len(self._begins(epoch)):
-            idx -= len(self._begins(epoch))
+        order, begins = self._epoch(epoch)
+        while idx >= len(begins):
+            idx -= len(begins)
             epoch += 1
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._order = self._shuffled(epoch)
-        begins = self._begins(epoch)
-        end = begins[idx + 1] if idx + 1 < len(begins) else len(self._order)
-        return self.indices[self._order[begins[idx] : end]]
+            order, begins = self._epoch(epoch)
+        end = begins[idx + 1] if idx + 1 < len(begins) else len(order)
+        return order[begins[idx] : end]
 
-    def _shuffled(self, epoch: int) -> numpy.ndarray:
-        seed = [self.config.random_seed, self.index_split.value, epoch]
-        return numpy.random.default_rng(seed).permutation(len(self.indices))
-
-    def _begins(self, epoch: int) -> numpy.ndarray:
-        """The places of an epoch's order at which its samples begin."""
-        while len(self._begun) <= epoch:
+    def _epoch(self, number: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """An epoch's order of the conversations, and the places in it at which samples
+        begin."""
+        while len(self._epochs) <= number:
+            seed = [self.config.random_seed, self.index_split.value, len(self._epochs)]
+            order = numpy.random.default_rng(seed).permutation(self.indices)
             room = 0
             begins = []
-            order = self.indices[self._shuffled(len(self._begun))]
             for place, size in enumerate(self.dataset.sequence_lengths[order].tolist()):
                 if size > room:
                     begins.append(place)
                     room = self.config.sequence_length + 1 if self.packed else 0
                 room = max(room - size, 0)
-            self._begun.append(numpy.array(begins))
-        return self._begun[epoch]
+            self._epochs.append((order, numpy.array(begins)))
+        return self._epochs[number]
 
 
 class PackedSFTDataset(SFTDataset):
