@@ -21,7 +21,6 @@ from megatron_2bw.schedules import (
     Shape,
     check_actions,
     parse_actions,
-    validate,
 )
 from megatron_2bw.tools.planner.cost.memory import BYTES, Memory
 from megatron_2bw.tools.planner.descriptions.model import PRESETS, preset
@@ -179,8 +178,6 @@ class Parameters:
             raise UserError(
                 f"Megatron's interleaved schedule needs a multiple of {self.stages} microbatches"
             )
-        if m < schedule.min_microbatches(self.stages):
-            validate(schedule, self.shape)  # raises
         if name == "2bw-sync-start" and not steady:
             return replace(schedule, sync_iterations=self.sync_iterations)
         return schedule

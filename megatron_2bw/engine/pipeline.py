@@ -126,16 +126,9 @@ class Pipeline:
         self.use_shape(shape)
 
     def use_shape(self, shape: Shape) -> None:
-        """From iteration `shape.first` on, when the pipeline is empty. ValueError for
-        too few microbatches."""
+        """From iteration `shape.first` on, when the pipeline is empty."""
         schedule = self.schedule
         neighbours = self.neighbours
-        needed = schedule.min_microbatches(shape.stages)
-        if shape.microbatches < needed:
-            raise ValueError(
-                f"{schedule.name} needs at least {needed} microbatches with {shape.stages} stages, "
-                f"not {shape.microbatches}"
-            )
         assert not self.in_flight, "microbatches of another shape are in flight"
         self.shape = shape
         senders = (neighbours.gradients_out, neighbours.activations_out)

@@ -1,5 +1,5 @@
-"""An action of a pipeline stage, its text form, and the two orders of actions that all
-schedules are built from. Pure Python.
+"""An action of a pipeline stage, its text form, and the order of actions from which all
+schedules are built. Pure Python.
 
 Invariant: `parse_actions(str(action)) == [action]`.
 """
@@ -90,7 +90,7 @@ class Shape:
 class Schedule:
     """A pipeline schedule: for a stage, the list of its actions in an iteration.
 
-    Subclasses define `actions` and the limits that the validator enforces. One
+    Subclasses define the order and the limits that the validator enforces. One
     iteration is one batch is one weight update. Subclasses are frozen dataclasses:
     schedules with equal options are equal and hash alike.
     """
@@ -112,25 +112,44 @@ class Schedule:
     # does
     round: int | None = None
 
-    def actions(
-        self,
-        shape: Shape,
-        stage: int,
-        iteration: int,
-    ) -> list[Action]:
+    def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
         """The actions of `stage` in `iteration`, in order.
 
         At STEP the update must be complete: at the end of the batch's iteration, or,
         with `late_step`, in the next.
         """
-        raise NotImplementedError
+        return [
+            *self.order(shape, stage, iteration),
+            reduce(iteration),
+            step(iteration),
+        ]
 
-    def version(
-        self,
-        shape: Shape,
-        stage: int,
-        microbatch: int,
-    ) -> int:
+    def order(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
+        """The forwards and backwards of an iteration, in turn (1F1B). Each stage is
+        `ahead` forwards ahead of its backwards.
+
+        `crossing` forwards of the batch have run in the iteration before, and as many
+        of the next batch run in this one.
+        """
+        size = shape.microbatches
+        start = iteration * size
+        begun = 0
+        early = 0
+        if iteration > shape.first:
+            begun = self.crossing(shape, stage, iteration)
+        if iteration + 1 < shape.end:
+            early = self.crossing(shape, stage, iteration + 1)
+        last = min(start + size + early, shape.end * size)
+        forwards = []
+        for x in range(start + begun, last):
+            forwards.append(Action(F, x, self.version(shape, stage, x)))
+        backwards = []
+        for x in range(start, start + size):
+            backwards.append(Action(B, x, self.version(shape, stage, x)))
+        fill = self.ahead(shape, stage) - begun
+        return one_forward_one_backward(forwards, backwards, fill)
+
+    def version(self, shape: Shape, stage: int, microbatch: int) -> int:
         """The weight version of `microbatch`, forward and backward; here its own
         batch's, so without gradient delay."""
         return shape.batch(microbatch)
@@ -140,14 +159,15 @@ class Schedule:
         it."""
         return shape.warmup(stage)
 
+    def crossing(self, shape: Shape, stage: int, batch: int) -> int:
+        """Forwards of `batch` that run before the last backward of the batch before it.
+        None: a flush."""
+        return 0
+
     def reads_late(self, version: int) -> bool:
         """Whether W(version) is read only by batches with microbatches whose gradients
         come an update late."""
         return False
-
-    def min_microbatches(self, stages: int) -> int:
-        """The smallest number of microbatches per batch that the schedule allows."""
-        return 1
 
     def max_versions(self, shape: Shape, stage: int) -> int:
         """Weight versions that `stage` holds at most (Table in docs/schedules.md)."""
@@ -155,7 +175,7 @@ class Schedule:
 
     def max_in_flight(self, shape: Shape, stage: int) -> int:
         """Microbatches whose activations `stage` holds at most."""
-        raise NotImplementedError
+        return min(self.ahead(shape, stage) + 1, shape.microbatches)
 
 
 def reduce(iteration: int) -> Action:
@@ -168,15 +188,8 @@ def step(iteration: int) -> Action:
     return Action(STEP, iteration, iteration + 1)
 
 
-def finish(iteration: int) -> list[Action]:
-    """Reduction and step of batch `iteration`, one after the other."""
-    return [reduce(iteration), step(iteration)]
-
-
 def one_forward_one_backward(
-    forwards: list[Action],
-    backwards: list[Action],
-    ahead: int,
+    forwards: list[Action], backwards: list[Action], ahead: int
 ) -> list[Action]:
     """`ahead` forwards, then forward and backward in turn, then the remaining backwards
     (1F1B)."""
@@ -186,50 +199,3 @@ def one_forward_one_backward(
         order += rest[index : index + 1]
         order.append(backward)
     return order
-
-
-def with_flush(
-    schedule: Schedule,
-    shape: Shape,
-    stage: int,
-    iteration: int,
-) -> list[Action]:
-    """An iteration on the newest weights that empties the pipeline before its step, and
-    after each round."""
-    ahead = schedule.ahead(shape, stage)
-    size = schedule.round or shape.microbatches
-    end = (iteration + 1) * shape.microbatches
-    order: list[Action] = []
-    for first in range(iteration * shape.microbatches, end, size):
-        microbatches = range(first, min(first + size, end))
-        forwards = [Action(F, x, iteration) for x in microbatches]
-        backwards = [Action(B, x, iteration) for x in microbatches]
-        order += one_forward_one_backward(forwards, backwards, ahead)
-    return order + finish(iteration)
-
-
-def without_flush(
-    schedule: Schedule,
-    shape: Shape,
-    stage: int,
-    iteration: int,
-) -> list[Action]:
-    """Forwards and backwards of an iteration of a pipeline that is never drained
-    (paper, Figure 2).
-
-    Forwards run w = `schedule.ahead(shape, stage)` microbatches ahead of the backwards
-    all through training: for k = 0 ... m-1, F(jm + w + k) and B(jm + k). Only the first
-    iteration fills the pipeline, only the last drains it.
-    """
-    start = iteration * shape.microbatches
-    end = start + shape.microbatches
-    ahead = schedule.ahead(shape, stage)
-    fill = ahead if iteration == shape.first else 0
-    last = min(end + ahead, shape.end * shape.microbatches)
-    forwards = []
-    for x in range(start + ahead - fill, last):
-        forwards.append(Action(F, x, schedule.version(shape, stage, x)))
-    backwards = []
-    for x in range(start, end):
-        backwards.append(Action(B, x, schedule.version(shape, stage, x)))
-    return one_forward_one_backward(forwards, backwards, fill)

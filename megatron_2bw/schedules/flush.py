@@ -6,29 +6,14 @@ the order of the microbatches in all of them, and so do backwards. So all add th
 gradients in the same order and give the same bits.
 """
 
+import itertools
 from dataclasses import dataclass
 
-from megatron_2bw.schedules.base import Action, Schedule, Shape, with_flush
+from megatron_2bw.schedules.base import Action, B, F, Schedule, Shape
 
 
 @dataclass(frozen=True)
-class Flush(Schedule):
-    """The common part of the schedules with a flush."""
-
-    def actions(
-        self,
-        shape: Shape,
-        stage: int,
-        iteration: int,
-    ) -> list[Action]:
-        return with_flush(self, shape, stage, iteration)
-
-    def max_in_flight(self, shape: Shape, stage: int) -> int:
-        return min(self.ahead(shape, stage) + 1, shape.microbatches)
-
-
-@dataclass(frozen=True)
-class PipeDreamFlush(Flush):
+class PipeDreamFlush(Schedule):
     """1F1B with a flush (paper, section 3.2; Megatron's own schedule without
     interleaving)."""
 
@@ -37,7 +22,7 @@ class PipeDreamFlush(Flush):
 
 
 @dataclass(frozen=True)
-class GPipe(Flush):
+class GPipe(Schedule):
     """All forwards, then all backwards (paper, Figure 1).
 
     round  N: a batch runs in ceil(m / N) rounds of at most N microbatches, each all
@@ -52,6 +37,15 @@ class GPipe(Flush):
 
     round: int | None = None
 
+    def order(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
+        size = shape.microbatches
+        batch = range(iteration * size, (iteration + 1) * size)
+        order: list[Action] = []
+        for some in itertools.batched(batch, self.ahead(shape, stage)):
+            order += [Action(F, x, iteration) for x in some]
+            order += [Action(B, x, iteration) for x in some]
+        return order
+
     def ahead(self, shape: Shape, stage: int) -> int:
         return min(self.round or shape.microbatches, shape.microbatches)
 
@@ -60,7 +54,7 @@ class GPipe(Flush):
 
 
 @dataclass(frozen=True)
-class NoPipelining(Flush):
+class NoPipelining(Schedule):
     """Inter-layer model parallelism: one microbatch at a time in the whole pipeline
     (paper, section 5.2)."""
 

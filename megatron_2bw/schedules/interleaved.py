@@ -9,7 +9,6 @@ from megatron_2bw.schedules.base import (
     F,
     Schedule,
     Shape,
-    finish,
     one_forward_one_backward,
 )
 
@@ -28,12 +27,7 @@ class Interleaved(Schedule):
 
     chunks: int
 
-    def actions(
-        self,
-        shape: Shape,
-        stage: int,
-        iteration: int,
-    ) -> list[Action]:
+    def order(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
         forwards: list[Action] = []
         backwards: list[Action] = []
         start = iteration * shape.microbatches
@@ -46,15 +40,12 @@ class Interleaved(Schedule):
                     forwards.append(Action(F, x, iteration, chunk))
                     backwards.append(Action(B, x, iteration, backward_chunk))
         ahead = min(self._warmup(shape, stage), len(forwards))
-        return one_forward_one_backward(forwards, backwards, ahead) + finish(iteration)
+        return one_forward_one_backward(forwards, backwards, ahead)
 
     def _warmup(self, shape: Shape, stage: int) -> int:
         """Forwards of chunks before the first backward."""
         earlier_chunks = self.chunks - 1
         return 2 * shape.warmup(stage) + earlier_chunks * shape.stages
-
-    def min_microbatches(self, stages: int) -> int:
-        return stages
 
     def max_in_flight(self, shape: Shape, stage: int) -> int:
         """Counted in chunks of microbatches."""

@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from megatron_2bw.schedules.base import Action, Schedule, Shape, finish, without_flush
+from megatron_2bw.schedules.base import Schedule, Shape
 
 
 @dataclass(frozen=True)
@@ -19,24 +19,13 @@ class PipeDream(Schedule):
     global_step = False
     same_version_everywhere = False
 
-    def version(
-        self,
-        shape: Shape,
-        stage: int,
-        microbatch: int,
-    ) -> int:
+    def version(self, shape: Shape, stage: int, microbatch: int) -> int:
         """Updates that `stage` has completed when the forward of `microbatch` runs."""
-        return max(
-            (microbatch - shape.warmup(stage)) // shape.microbatches, shape.first
-        )
+        updates = (microbatch - shape.warmup(stage)) // shape.microbatches
+        return max(updates, shape.first)
 
-    def actions(
-        self,
-        shape: Shape,
-        stage: int,
-        iteration: int,
-    ) -> list[Action]:
-        return without_flush(self, shape, stage, iteration) + finish(iteration)
+    def crossing(self, shape: Shape, stage: int, batch: int) -> int:
+        return shape.warmup(stage)
 
     def max_versions(self, shape: Shape, stage: int) -> int:
         return -(-shape.warmup(stage) // shape.microbatches) + 1

@@ -1,32 +1,27 @@
-"""PipeDream-2BW: no flush, two weight versions, gradients delayed by one update (paper,
-section 3.1)."""
+"""PipeDream-2BW: two weight versions, and gradients that are late by one update at most
+(paper, section 3.1). With fewer late microbatches it lies between 1F1B and the paper.
+"""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from megatron_2bw.schedules.base import (
-    Action,
-    B,
-    Schedule,
-    Shape,
-    reduce,
-    step,
-    with_flush,
-    without_flush,
-)
+from megatron_2bw.schedules.base import Action, B, Schedule, Shape, reduce, step
 
 
 @dataclass(frozen=True)
 class TwoBW(Schedule):
-    """Every microbatch of batch j runs on W(max(j-1, 0)), forward and backward, on
-    every stage; or only the first do.
+    """Of batch j the first K microbatches are late: they run on W(j - 1), forward and
+    backward, on every stage. The others run on W(j).
+
+    Late microbatches of batch j run before the step of batch j - 1 is complete, up to
+    as many as a stage is ahead of its backwards. So with m microbatches on d even
+    stages a batch takes m + max(d - 1 - K, 0) times an F and a B: K = 0 has the order
+    of 1F1B with a flush, K = d - 1 no bubble, K = m is the paper's 2BW. No schedule
+    with K late microbatches and one chunk a stage is faster (docs/schedules.md).
 
     The step of batch j stands in the list of iteration j + 1, at the last possible
     place: before this stage's first forward that reads W(j + 1), and before the last
-    backward of batch j + 1, which starts the next reduction. Stage 0 finishes batch j
-    last. When any stage reaches the step, stage 0 finished that batch at least m - 1 -
-    w >= 0 pairs of F and B and one forward earlier, with w its forwards ahead (d - 1
-    without extra warm-up). So the step's global quantities arrive before a stage needs
-    them.
+    backward of batch j + 1, which starts the next reduction. Each late microbatch above
+    d - 1 gives the step the time of an F and a B.
 
     gradient_slots  2: batch j + 1 accumulates while batch j is reduced and clipped. 1:
                     the first backward of batch j + 1 needs the memory of batch j's
@@ -38,13 +33,9 @@ class TwoBW(Schedule):
                     stage's F and its B. With k = 0 both messages add to every
                     microbatch's time; with k each is hidden up to k / 2 of that time.
                     For slow links; it costs the activations of k microbatches.
-    sync_iterations the first n batches run on W(j), with a flush after each but the
-                    last of them, whose backwards already overlap the forwards of batch
-                    n on the same W(n-1). So 0 and 1 are the same.
-    late_microbatches  the first of batch j, which run on W(j-1); the others run on
-                       W(j). None: all, as in the paper. At least stage 0's forwards
-                       ahead; each one more gives the step the time of an F and a B.
-                       "auto": by the size of the batch, see `late_of_auto`.
+    sync_iterations the first n batches have no late microbatches. Batch 0 never has.
+    late_microbatches  K; None: all, as in the paper. "auto": a quarter of the batch,
+                    one or two a stage; all, if that is more than half.
     """
 
     name = "2bw"
@@ -58,45 +49,44 @@ class TwoBW(Schedule):
     late_microbatches: int | str | None = None
 
     def ahead(self, shape: Shape, stage: int) -> int:
-        return self._ahead(shape.stages, stage)
-
-    def _ahead(self, stages: int, stage: int) -> int:
-        boundaries = stages - 1
+        boundaries = shape.stages - 1
         extra = self.extra_warmup
         if len(extra) == 1:
             extra = extra * boundaries
         return boundaries - stage + sum(extra[stage:boundaries])
 
-    def version(
-        self,
-        shape: Shape,
-        stage: int,
-        microbatch: int,
-    ) -> int:
-        batch = shape.batch(microbatch)
-        late = self.late(shape.stages, shape.microbatches)
-        is_fresh = late is not None and microbatch % shape.microbatches >= late
-        if is_fresh or batch < max(self.sync_iterations, 1):
-            return batch
-        return batch - 1
+    def late(self, stages: int, microbatches: int) -> int:
+        """K in a batch of so many microbatches."""
+        if self.late_microbatches is None:
+            return microbatches
+        if isinstance(self.late_microbatches, int):
+            return min(self.late_microbatches, microbatches)
+        least = self.ahead(Shape(stages, microbatches), 0) + 1
+        late = max(least, min(2 * least, microbatches // 4))
+        return late if late <= microbatches // 2 else microbatches
 
     def reads_late(self, version: int) -> bool:
         # W(v) is read by batch v + 1, one update late; and by batch v itself if all of
         # that runs without delay.
-        return version >= max(self.sync_iterations, 1)
+        return version >= max(self.sync_iterations, 1) and self.late_microbatches != 0
 
-    def actions(
-        self,
-        shape: Shape,
-        stage: int,
-        iteration: int,
-    ) -> list[Action]:
-        # the last iteration that fills the pipeline
-        filled = max(shape.first, self.sync_iterations - 1)
-        if iteration < filled:
-            return with_flush(self, shape, stage, iteration)
-        order = without_flush(self, replace(shape, first=filled), stage, iteration)
-        if iteration > filled:
+    def version(self, shape: Shape, stage: int, microbatch: int) -> int:
+        batch = shape.batch(microbatch)
+        place = microbatch % shape.microbatches
+        late = self.late(shape.stages, shape.microbatches)
+        if self.reads_late(batch) and place < late:
+            return batch - 1
+        return batch
+
+    def crossing(self, shape: Shape, stage: int, batch: int) -> int:
+        if not self.reads_late(batch):
+            return 0
+        late = self.late(shape.stages, shape.microbatches)
+        return min(late, self.ahead(shape, stage))
+
+    def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
+        order = self.order(shape, stage, iteration)
+        if iteration > shape.first:
             order.insert(self._latest(order, iteration), step(iteration - 1))
         order.append(reduce(iteration))
         if iteration == shape.end - 1:
@@ -118,26 +108,9 @@ class TwoBW(Schedule):
             latest = backwards[0]
         return min([latest, *readers])
 
-    def min_microbatches(self, stages: int) -> int:
-        # With fewer, a forward would need W(j) before the last backward of batch j-1
-        # has started its step.
-        return self._ahead(stages, 0) + 1
-
-    def late(self, stages: int, microbatches: int) -> int | None:
-        """How many microbatches of a batch of that size are late; None: all."""
-        if isinstance(self.late_microbatches, str):  # "auto"
-            return self.late_of_auto(stages, microbatches)
-        return self.late_microbatches
-
-    def late_of_auto(self, stages: int, microbatches: int) -> int | None:
-        """What --two-bw-correction auto chooses: a quarter of a batch, one or two a
-        stage; all, if that is more than half."""
-        least = self.min_microbatches(stages)
-        late = max(least, min(2 * least, microbatches // 4))
-        return late if late <= microbatches // 2 else None
-
     def max_versions(self, shape: Shape, stage: int) -> int:
         return 2
 
     def max_in_flight(self, shape: Shape, stage: int) -> int:
-        return self.ahead(shape, stage) + 1
+        crossing = self.crossing(shape, stage, self.sync_iterations + 1)
+        return min(self.ahead(shape, stage) + 1, shape.microbatches + crossing)

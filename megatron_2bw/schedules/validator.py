@@ -69,11 +69,6 @@ def validate(schedule: Schedule, shape: Shape) -> None:
 
     Raises ScheduleError naming the stage, the step and the rule that is broken.
     """
-    needed = schedule.min_microbatches(shape.stages)
-    if shape.microbatches < needed:
-        raise ScheduleError(
-            f"{schedule.name} needs at least {needed} microbatches with {shape.stages} stages"
-        )
     actions: list[list[Action]] = []
     for stage in range(shape.stages):
         actions.append([])

@@ -73,6 +73,7 @@ RULE = """
 0.3 --lr-decay-style constant | --lr-decay-style cosine | --lr-decay-style inverse-square-root
 0.2 --lr-warmup-iters 0 | --lr-decay-iters 4 | --seed 11
 0.3 --two-bw-sync-iterations 1 | --two-bw-sync-iterations 2 | --two-bw-sync-iterations 4 | --two-bw-sync-iterations 6
+0.3 --two-bw-late-microbatches 0 | --two-bw-late-microbatches 1 | --two-bw-late-microbatches 2
 0.3 --two-bw-correction extrapolate | --two-bw-correction auto --two-bw-late-microbatches 99"""
 # Of a GPT. None takes the flag away.
 KINDS = """

@@ -50,13 +50,18 @@ def test_synchronous_start(microbatches, sync, extra):
     check_rule(2, microbatches, UNTIED, own=own, rule=dict(sync=sync))
 
 
-@pytest.mark.proof("4-5-3---bf16-")
+@pytest.mark.proof("4-5-3---bf16-", "4-3-2---clip-grad 0---two-bw-gradient-slots 1")
 @pytest.mark.parametrize(
     "stages, microbatches, late, flags, slots",
     [
         (4, 5, 3, "--bf16", ""),
         (2, 6, 2, "", "--two-bw-gradient-slots 1"),
         (1, 3, 0, "", ""),
+        (4, 4, 1, "--clip-grad 0", ""),
+        (4, 5, 2, "--bf16", "--two-bw-extra-warmup 1"),
+        (4, 3, 2, "--clip-grad 0", "--two-bw-gradient-slots 1"),
+        (4, 2, 2, "--bf16", ""),
+        (4, 2, 0, "--clip-grad 0", ""),
     ],
 )
 def test_only_the_first_microbatches_are_late(stages, microbatches, late, flags, slots):
@@ -68,6 +73,8 @@ def test_only_the_first_microbatches_are_late(stages, microbatches, late, flags,
         "--two-bw-correction-factor 0.5 --two-bw-correction-gradient 0.5"
     )
     rule = dict(late=late, sync=2, factor=0.5, gradient=0.5)
+    if late == 0:  # nothing is corrected
+        rule = dict(late=0)
     check_rule(stages, microbatches, UNTIED, flags, own=own, rule=rule)
 
 

@@ -16,7 +16,7 @@ from megatron_2bw.mcore.correction import Correction
 from megatron_2bw.mcore.working_copy import resume_note
 from megatron_2bw.run.flags.correction_notes import GAPS, notes
 from megatron_2bw.run.flags.project_flags import add_flags
-from megatron_2bw.run.flags.resolve import START, adam_beta1, late_of, resolve
+from megatron_2bw.run.flags.resolve import START, adam_beta1, resolve
 
 DOCS = Path(__file__).parents[2] / "docs"
 # Megatron's arguments that the flags of this project are resolved by
@@ -148,7 +148,7 @@ def test_what_the_flags_stand_for(flags, megatrons, expected):
 )
 def test_how_many_microbatches_are_late(flags, batch, expected):
     options = resolve(arguments(f"{AUTO} {flags}"), 100)
-    assert late_of(options.schedule, stages=2, microbatches=batch // 2) == expected
+    assert options.schedule.late(stages=2, microbatches=batch // 2) == expected
 
 
 def test_the_largest_batch_decides_on_the_decay():

@@ -3,6 +3,7 @@ them to both."""
 
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from megatron_2bw.schedules import (
     schedule_of,
     validate,
 )
+from megatron_2bw.tools.timelines.simulator import Times, iteration_time
 
 TWO_BW = SCHEDULES["2bw"]
 FLUSH = SCHEDULES["pipedream-flush"]
@@ -48,8 +50,29 @@ def test_all_shapes_are_valid(name, first, iterations):
     end = first + iterations
     for stages in (1, 2, 3, 4, 8):
         for microbatches in (1, 2, 3, 4, 6, 8, 11):
-            if microbatches >= schedule.min_microbatches(stages):
-                validate(schedule, Shape(stages, microbatches, first, end))
+            validate(schedule, Shape(stages, microbatches, first, end))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 5, 6, 7, 8])
+def test_each_late_microbatch_removes_a_slot_of_the_bubble(stages, microbatches):
+    """The time of a batch is m + max(d - 1 - K, 0) forwards and backwards, of 1F1B with
+    a flush m + d - 1."""
+    shape = Shape(stages, microbatches, 0, 6)
+    for late in range(microbatches + 1):
+        for slots in (1, 2):
+            schedule = TwoBW(slots, late_microbatches=late)
+            validate(schedule, shape)
+            validate(replace(schedule, sync_iterations=2), replace(shape, first=1))
+        # one microbatch on two stages: its backward waits for the step before it
+        if (stages, shape.microbatches, late) != (2, 1, 1):
+            expected = microbatches + max(stages - 1 - late, 0)
+            time = iteration_time(schedule, stages, microbatches, Times(1, 2))
+            assert time == pytest.approx(3 * expected)
+    flush = SCHEDULES["pipedream-flush"]
+    for stage in range(stages):
+        none_late = TwoBW(late_microbatches=0).order(shape, stage, 2)
+        assert none_late == flush.order(shape, stage, 2)
 
 
 @pytest.mark.parametrize("case", BY_HAND["lists"], ids=str)
@@ -150,7 +173,6 @@ def test_2bw_with_extra_warmup_is_valid_with_the_fewest_microbatches(
     schedule = TwoBW(gradient_slots, tuple(extra))
     per_boundary = extra if len(extra) == 3 else extra * 3
     fewest = 4 + sum(per_boundary)
-    assert schedule.min_microbatches(4) == fewest
     in_flight = [4 - stage + sum(per_boundary[stage:]) for stage in range(4)]
     for microbatches in (fewest, fewest + 1, 2 * fewest):
         shape = Shape(4, microbatches, 2, 7)

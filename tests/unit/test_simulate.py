@@ -21,7 +21,12 @@ def test_a_schedule_is_drawn(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", ["--microbatches 3", "--extra-warmup 1,1", "--schedule mine"]
+    "words",
+    [
+        "--extra-warmup 1,1",
+        "--schedule mine",
+        "--microbatches 3 --schedule megatron-interleaved",
+    ],
 )
 def test_what_a_schedule_cannot_have_is_refused(words, capsys):
     with pytest.raises(UserError, match=words.split()[0]):

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_2bw.base.files import read_yaml
 from megatron_2bw.run.flags.environment import exchange
 from megatron_2bw.run.flags.project_flags import add_flags
-from megatron_2bw.run.flags.resolve import batch_sizes, replica, schedule_for
+from megatron_2bw.run.flags.resolve import batch_sizes, replica
 from megatron_2bw.run.flags.rule import Args, asks, have, installed, value
 
 _TABLES = read_yaml(Path(__file__).with_suffix(".yaml"))
@@ -80,8 +80,7 @@ def _mistakes_of_warmup(args: Args) -> Iterator[str]:
 
 
 def _mistakes_of_batches(args: Args) -> Iterator[str]:
-    """2bw needs a microbatch for each stage, and more with --two-bw-extra-warmup;
-    --gpipe-round must fit the batch."""
+    """The sizes of a batch schedule, and --gpipe-round, must fit the batch."""
     samples = replica(args)  # of one microbatch
     sizes = batch_sizes(args)
     if sizes != sorted(sizes):
@@ -97,28 +96,7 @@ def _mistakes_of_batches(args: Args) -> Iterator[str]:
                     f"--step-batch-size-schedule: a batch of {size} is no multiple of "
                     f"a microbatch, {samples} samples"
                 )
-    schedule = schedule_for(args)
-    if schedule is None:
-        needed = 0
-    else:
-        needed = schedule.min_microbatches(args.pipeline_model_parallel_size)
     microbatches = sizes[0] // samples
-    if needed > microbatches:
-        flag = "--global-batch-size"
-        if args.step_batch_size_schedule:
-            flag = "--step-batch-size-schedule, a batch of"
-        yield (
-            f"{flag} {sizes[0]} gives each pipeline {microbatches} of the microbatches, "
-            f"but --pipeline-schedule {schedule.name} needs {needed} with its stages "
-            f"and --two-bw-extra-warmup: use {flag} {needed * samples} or more"
-        )
-    late = args.two_bw_late_microbatches
-    ahead = needed - 1
-    if late is not None and late < ahead:
-        yield (
-            f"--two-bw-late-microbatches {late}: stage 0 runs {ahead} microbatches "
-            f"ahead; use {ahead} or more"
-        )
     if args.gpipe_round and args.gpipe_round > microbatches:
         yield (
             f"--gpipe-round {args.gpipe_round} is more than the {microbatches} "

@@ -5,7 +5,7 @@ Invariant: without torch; the planner prints the same gaps.
 """
 
 from megatron_2bw.mcore.options import RunOptions
-from megatron_2bw.run.flags.resolve import batch_sizes, late_of, replica
+from megatron_2bw.run.flags.resolve import batch_sizes, replica
 from megatron_2bw.run.flags.rule import Args
 
 # Validation losses above vanilla's in per cent, by tokens a batch: of plain 2BW, and
@@ -39,7 +39,7 @@ def notes(args: Args, options: RunOptions) -> list[str]:
 
 def _note_of_auto(args: Args, options: RunOptions, size: int, several: bool) -> str:
     count = size // replica(args)
-    late = late_of(options.schedule, args.pipeline_model_parallel_size, count)
+    late = options.schedule.late(args.pipeline_model_parallel_size, count)
     correction = options.correction(count)
     which = f"the first {late} of {count} microbatches"
     if late == count:

@@ -97,12 +97,6 @@ def _late_microbatches(args: Args) -> int | str | None:
     return args.two_bw_late_microbatches
 
 
-def late_of(schedule: TwoBW, stages: int, microbatches: int) -> int:
-    """How many of a batch's microbatches run on the older weights."""
-    late = schedule.late(stages, microbatches)
-    return microbatches if late is None else min(late, microbatches)
-
-
 def replica(args: Args) -> int:
     """Samples of one microbatch on all pipelines; 0 for sizes that Megatron refuses."""
     ranks = (
@@ -129,7 +123,7 @@ def adam_beta1(args: Args) -> float:
     if not isinstance(schedule, TwoBW):
         return BETA1_OF_MEGATRON  # a check refuses `auto`
     largest = batch_sizes(args)[-1] // max(replica(args), 1)
-    late = late_of(schedule, args.pipeline_model_parallel_size, largest)
+    late = schedule.late(args.pipeline_model_parallel_size, largest)
     return BETA1 if late == largest else BETA1_OF_MEGATRON
 
 
@@ -148,7 +142,7 @@ def _correction(args: Args, schedule: Schedule) -> Callable[[int], Correction] |
     is_lion = args.optimizer == "muon" and args.muon_scalar_optimizer == "lion"
 
     def auto(microbatches: int) -> Correction:
-        late = late_of(schedule, stages, microbatches)
+        late = schedule.late(stages, microbatches)
         share = late / microbatches
         if momentum < LEAST_MOMENTUM:
             return Correction(momentum * share)

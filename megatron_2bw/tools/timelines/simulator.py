@@ -326,7 +326,10 @@ def long_iteration_time(
         return _in_rounds(schedule, stages, microbatches, times)
     # of a deep pipeline without flushes a batch costs most
     settled = 2 if stages > 8 and not schedule.flushes else 3
-    least = max(schedule.min_microbatches(stages), schedule.late_microbatches or 0)
+    least = 1
+    if schedule.late_step:
+        ahead = schedule.ahead(Shape(stages, microbatches), 0)
+        least = max(ahead + 1, schedule.late_microbatches or 0)
     short = max(settled * stages, least + stages) + microbatches % stages
     long = short + (settled - 1) * stages
     if microbatches <= long:

@@ -183,8 +183,11 @@ class Plan:
         )
         if not (self.corrected and schedule.late_step):
             return schedule
-        late = self.late or schedule.late_of_auto(self.depth, self.microbatches)
-        return replace(schedule, late_microbatches=late or None)
+        schedule = replace(schedule, late_microbatches=self.late or "auto")
+        late = schedule.late(self.depth, self.microbatches)
+        if late == self.microbatches:
+            late = None
+        return replace(schedule, late_microbatches=late)
 
     @cached_property
     def shape(self) -> Shape:
