@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron_2bw import __version__
 from megatron_2bw.base.errors import did_you_mean, run_program, usage_error
@@ -85,15 +84,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in ("--version", "version"):
         print(f"megatron-2bw {__version__}")
         return 0
-    if name == "completion":
-        if words not in ([], ["bash"]):
-            usage_error(
-                "megatron-2bw completion",
-                f"{' '.join(words)}: there is a script for bash only",
-            )
-        script = Path(__file__).with_name("tools") / "completion.bash"
-        print(script.read_text().replace("COMMANDS", " ".join(COMMANDS)), end="")
-        return 0
     if name not in COMMANDS:
         line = f"{name} is not a command{did_you_mean(name, COMMANDS)}: see megatron-2bw --help"
         usage_error("megatron-2bw", line)
@@ -112,7 +102,6 @@ def usage() -> str:
     for name, (_, meaning) in COMMANDS.items():
         lines.append(f"  {name:<13}{meaning}")
     lines.append("  version      the release")
-    lines.append("  completion   a script for bash: source <(megatron-2bw completion)")
     return "\n".join(lines)
 
 

@@ -112,7 +112,12 @@ class Schedule:
     # does
     round: int | None = None
 
-    def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
+    def actions(
+        self,
+        shape: Shape,
+        stage: int,
+        iteration: int,
+    ) -> list[Action]:
         """The actions of `stage` in `iteration`, in order.
 
         At STEP the update must be complete: at the end of the batch's iteration, or,
@@ -124,7 +129,12 @@ class Schedule:
             step(iteration),
         ]
 
-    def order(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
+    def order(
+        self,
+        shape: Shape,
+        stage: int,
+        iteration: int,
+    ) -> list[Action]:
         """The forwards and backwards of an iteration, in turn (1F1B). Each stage is
         `ahead` forwards ahead of its backwards.
 
@@ -149,7 +159,12 @@ class Schedule:
         fill = self.ahead(shape, stage) - begun
         return one_forward_one_backward(forwards, backwards, fill)
 
-    def version(self, shape: Shape, stage: int, microbatch: int) -> int:
+    def version(
+        self,
+        shape: Shape,
+        stage: int,
+        microbatch: int,
+    ) -> int:
         """The weight version of `microbatch`, forward and backward; here its own
         batch's, so without gradient delay."""
         return shape.batch(microbatch)
@@ -159,7 +174,12 @@ class Schedule:
         it."""
         return shape.warmup(stage)
 
-    def crossing(self, shape: Shape, stage: int, batch: int) -> int:
+    def crossing(
+        self,
+        shape: Shape,
+        stage: int,
+        batch: int,
+    ) -> int:
         """Forwards of `batch` that run before the last backward of the batch before it.
         None: a flush."""
         return 0

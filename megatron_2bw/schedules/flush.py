@@ -37,7 +37,12 @@ class GPipe(Schedule):
 
     round: int | None = None
 
-    def order(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
+    def order(
+        self,
+        shape: Shape,
+        stage: int,
+        iteration: int,
+    ) -> list[Action]:
         size = shape.microbatches
         batch = range(iteration * size, (iteration + 1) * size)
         order: list[Action] = []

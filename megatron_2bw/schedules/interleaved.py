@@ -27,7 +27,12 @@ class Interleaved(Schedule):
 
     chunks: int
 
-    def order(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
+    def order(
+        self,
+        shape: Shape,
+        stage: int,
+        iteration: int,
+    ) -> list[Action]:
         forwards: list[Action] = []
         backwards: list[Action] = []
         start = iteration * shape.microbatches

@@ -19,12 +19,22 @@ class PipeDream(Schedule):
     global_step = False
     same_version_everywhere = False
 
-    def version(self, shape: Shape, stage: int, microbatch: int) -> int:
+    def version(
+        self,
+        shape: Shape,
+        stage: int,
+        microbatch: int,
+    ) -> int:
         """Updates that `stage` has completed when the forward of `microbatch` runs."""
         updates = (microbatch - shape.warmup(stage)) // shape.microbatches
         return max(updates, shape.first)
 
-    def crossing(self, shape: Shape, stage: int, batch: int) -> int:
+    def crossing(
+        self,
+        shape: Shape,
+        stage: int,
+        batch: int,
+    ) -> int:
         return shape.warmup(stage)
 
     def max_versions(self, shape: Shape, stage: int) -> int:

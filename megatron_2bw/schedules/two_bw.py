@@ -70,7 +70,12 @@ class TwoBW(Schedule):
         # that runs without delay.
         return version >= max(self.sync_iterations, 1) and self.late_microbatches != 0
 
-    def version(self, shape: Shape, stage: int, microbatch: int) -> int:
+    def version(
+        self,
+        shape: Shape,
+        stage: int,
+        microbatch: int,
+    ) -> int:
         batch = shape.batch(microbatch)
         place = microbatch % shape.microbatches
         late = self.late(shape.stages, shape.microbatches)
@@ -78,13 +83,23 @@ class TwoBW(Schedule):
             return batch - 1
         return batch
 
-    def crossing(self, shape: Shape, stage: int, batch: int) -> int:
+    def crossing(
+        self,
+        shape: Shape,
+        stage: int,
+        batch: int,
+    ) -> int:
         if not self.reads_late(batch):
             return 0
         late = self.late(shape.stages, shape.microbatches)
         return min(late, self.ahead(shape, stage))
 
-    def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
+    def actions(
+        self,
+        shape: Shape,
+        stage: int,
+        iteration: int,
+    ) -> list[Action]:
         order = self.order(shape, stage, iteration)
         if iteration > shape.first:
             order.insert(self._latest(order, iteration), step(iteration - 1))

@@ -42,7 +42,6 @@ def test_every_command_has_a_help(name, capsys):
     [
         ("simulat", 2, "(did you mean simulate?)"),
         ("xyz", 2, "xyz is not a command:"),
-        ("completion zsh", 2, "completion: error: zsh: "),
         ("train gpt @gone", 1, "@gone: "),
         ("evaluate gpt gone --mock-data", 1, "evaluate: error: gone: "),
         ("train gpt --nnodes 2", 2, "--node-rank"),
@@ -78,16 +77,6 @@ assert not large & {*sys.modules}
 """
     command = [sys.executable, "-c", code, *text.split()]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-
-
-def test_completion_is_a_script_of_bash(capsys):
-    _, lines, _ = ended(["completion"], capsys)
-    words = (
-        "COMP_WORDS=(megatron-2bw tr) COMP_CWORD=1; _megatron_2bw; echo ${COMPREPLY[@]}"
-    )
-    script = "\n".join([*lines, words])
-    command = ["bash", "-c", script]
-    assert subprocess.check_output(command, text=True) == "train trace\n"
 
 
 # --- train and evaluate

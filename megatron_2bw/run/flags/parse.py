@@ -85,7 +85,7 @@ def parse(
     from megatron_2bw.mcore.checkpoints.unpickle import CheckpointException, causes
     from megatron_2bw.run.flags.rehearsal import rehearse
 
-    parsers: list[argparse.ArgumentParser] = []
+    parsers = []
 
     def extend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if read is not None and _is_first_rank():
@@ -217,7 +217,7 @@ def _defaults(early: argparse.Namespace) -> dict[str, Any]:
     """Defaults of Megatron's flags that this run needs; what the user types still wins,
     and is checked."""
     # Megatron divides by the interval, and has no default.
-    defaults: dict[str, Any] = {"task": early.task, "eval_interval": 1000}
+    defaults = {"task": early.task, "eval_interval": 1000}
     if early.task == "bert" and not installed("apex"):
         # the norm of its head is torch's then, which cannot
         defaults["no_persist_layer_norm"] = True

@@ -130,7 +130,7 @@ def refusal(args: Args) -> str | None:
 def leave_out(args: Args) -> str | None:
     """Set the arguments that the schedule does without; the one line of the log that
     lists them, or None."""
-    names: list[str] = []
+    names = []
     for rule, arguments in WITHOUT:
         if not rule.holds(args):
             continue

@@ -48,7 +48,7 @@ class LossCheck:
 
     def __init__(self) -> None:
         self._seen = 0  # microbatches of the present batch
-        self._unread: tuple[Tensor, Tensor, torch.cuda.Event] | None = None
+        self._unread = None
 
     def check(self, total: Tensor) -> None:
         """`total` is the loss of a microbatch, a scalar. RuntimeError of Megatron's,

@@ -282,7 +282,7 @@ class Memory:
     def state(self, plan: Plan, stage: int, layers: int, versions: int) -> list[float]:
         """Bytes of (weights, gradients, optimizer) of the trained parameters on one GPU
         of the stage."""
-        sizes: list[float] = [0, 0, 0]
+        sizes = [0, 0, 0]
         for experts, count in self._kinds(plan, stage, layers):
             each = self.a_parameter(plan, versions, experts)
             for place, size in enumerate(each):

@@ -156,7 +156,7 @@ class Cost:
             measured = profile is not None and "torch's Adam" in profile.optimizer
             self.torch_adam = on_gpus and measured
         self.channels = self.cluster.inside.channels
-        self._seconds: dict[Plan, float] = {}
+        self._seconds = {}
         self.compute = Compute(self.model, self.cluster, self.precision, self.flash)
         engine = on_gpus and device.capability >= ENGINE_FROM
         self.memory = Memory(

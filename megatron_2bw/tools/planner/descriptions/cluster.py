@@ -13,7 +13,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
-from typing import Any
 
 from megatron_2bw.base.errors import UserError, did_you_mean
 from megatron_2bw.tools.planner.descriptions.profile import Profile
@@ -178,7 +177,7 @@ _HIGHER_IS_WEAKER = (
 
 def weakest(devices: Sequence[Device]) -> Device:
     """The slowest of the devices, with the lowest of each figure."""
-    figures: dict[str, Any] = {}
+    figures = {}
     for entry in fields(Device):
         if entry.type != "str":
             worst = max if entry.name in _HIGHER_IS_WEAKER else min

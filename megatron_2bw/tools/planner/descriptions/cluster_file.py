@@ -65,7 +65,7 @@ def from_yaml(path: Path) -> Cluster:
     if bool(file.groups) == bool(file.gpu):
         raise UserError(f"{where}: give either gpu and servers, or groups")
     groups = file.groups or (_Group(file.servers, file.gpu),)
-    devices: list[Device] = []
+    devices = []
     servers = 0
     for group in groups:
         devices.append(_device(group.gpu, f"{where}: gpu"))
@@ -97,7 +97,7 @@ def _device(gpu: str | dict[str, Any], where: str) -> Device:
         return GPUS[gpu]
     name = str(gpu.get("name", "gpu"))
     known = GPUS.get(name)
-    entries: dict[str, Any] = {"name": name}
+    entries = {"name": name}
     if known:
         entries = asdict(known)
         taken = f"{name}'s where the file gives nothing"

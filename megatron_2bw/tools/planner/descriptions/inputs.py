@@ -7,7 +7,6 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megatron_2bw.base.errors import UserError, whole_number
 from megatron_2bw.tools.planner.descriptions import model as models
@@ -77,7 +76,7 @@ def _whole_model(options: argparse.Namespace) -> Model:
 def _described_model(given: argparse.Namespace) -> Model:
     """The model of Megatron's flags."""
     kind = "bert" if given.bert else "gpt"
-    fields: dict[str, Any] = {}
+    fields = {}
     for field, argument in models.ARGUMENTS.items():
         fields[field] = getattr(given, argument, None) or 0
     for field, (argument, value) in models.SWITCHES.items():

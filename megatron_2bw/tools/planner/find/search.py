@@ -48,9 +48,9 @@ class Search:
         self._host = (cluster.gpus, cost.precision, cluster.device.bf16)
         # plans with equal bounds leave the queue in the order of enumeration
         self._number = itertools.count()
-        self._queue: list[tuple[float, int, str, Plan]] = []
-        self.rejected: Counter[str] = Counter()
-        self.too_large: list[Plan] = []
+        self._queue = []
+        self.rejected = Counter()
+        self.too_large = []
         self.examined = 0
 
     def __iter__(self) -> Iterator[tuple[float, Plan]]:
@@ -58,7 +58,7 @@ class Search:
         for plan in self.shapes():
             least = self._shape_bound(plan)
             self._put(least, "shape", plan)
-        yielded: set[tuple] = set()
+        yielded = set()
         while self._queue:
             bound, _, state, plan = heapq.heappop(self._queue)
             if bound >= self.limit:

@@ -216,7 +216,7 @@ def _sweep(
     """The stage's times by microbatch, up to the first that exceeds the memory."""
     import torch
 
-    points: list[BlockTime] = []
+    points = []
     for size in sizes:
         try:
             forward, backward = medians(
@@ -351,9 +351,9 @@ def medians(
 ) -> list[float]:
     """Median seconds between the marks of `work`: events on the GPU, otherwise the
     clock."""
-    times: list[list[float]] = []
+    times = []
     for _ in range(WARM_UP[device] + rounds):
-        marks: list[Any] = []
+        marks = []
         work(partial(_mark, marks, device))
         times.append(_between(marks, device))
     parts = zip(*times[WARM_UP[device] :], strict=True)

@@ -38,7 +38,7 @@ SHARE_LIMIT = 0.95  # of the peak and of the bandwidth
 def predict(cluster: Cluster, runs: Sequence[MeasuredRun]) -> list[float]:
     """Seconds per iteration of each run on `cluster`, with the run's number of
     servers."""
-    costs: dict[tuple, Cost] = {}
+    costs = {}
     seconds = []
     for run in runs:
         servers = -(-run.plan.gpus // cluster.gpus_per_server)

@@ -85,7 +85,7 @@ def is_log(path: Path) -> bool:
 def read(paths: Sequence[Path]) -> list[MeasuredRun]:
     """The runs of CSV files, of logs, and of folders: their logs with Megatron's
     arguments, else their `output`."""
-    runs: list[MeasuredRun] = []
+    runs = []
     for path in paths:
         if path.is_dir():
             runs += map(read_log, _logs(path))
@@ -128,7 +128,7 @@ def read_runs(path: Path) -> list[MeasuredRun]:
 
 
 def _run(row: Mapping[str, Any], where: str) -> MeasuredRun:
-    cells: dict[str, Any] = {"name": "run", "schedule": "megatron", "microbatches": 1}
+    cells = {"name": "run", "schedule": "megatron", "microbatches": 1}
     for name, cell in row.items():
         if cell not in (None, ""):
             kind = PLAN.get(name, "")

@@ -90,7 +90,7 @@ class Result:
         """The fastest plans that do not fit by the estimate, but may, and are faster
         than the first one."""
         loose = replace(self.cost, spare=-TIGHT)
-        named: dict[str, Plan] = {}
+        named = {}
         fitting = filter(loose.fits, self.search.too_large)
         for plan in itertools.islice(fitting, 6):
             named.setdefault(plan.title, plan)

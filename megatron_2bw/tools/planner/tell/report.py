@@ -35,7 +35,7 @@ def write_report(
     plans, the best first, with their timelines, and of `cloud` the fastest of each
     other name. Raises UserError if it cannot be written."""
     cluster = cost.cluster
-    plans: dict[str, Estimate] = {}
+    plans = {}
     others = sorted(cloud, key=attrgetter("throughput"), reverse=True)
     for estimate in (*ranked, *others):
         plans.setdefault(estimate.plan.title, estimate)
