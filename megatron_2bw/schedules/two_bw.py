@@ -9,7 +9,7 @@ from megatron_2bw.schedules.base import Action, B, Schedule, Shape, reduce, step
 
 @dataclass(frozen=True)
 class TwoBW(Schedule):
-    """Of batch j the first K microbatches are late: they run on W(j - 1), forward and
+    """The first K microbatches of batch j are late: they run on W(j - 1), forward and
     backward, on every stage. The others run on W(j).
 
     Late microbatches of batch j run before the step of batch j - 1 is complete, up to

@@ -24,9 +24,9 @@ TOKENS = {
     "megatron_2bw/engine": 7894,
     "megatron_2bw/mcore": 27502,
     "megatron_2bw/run": 21281,
-    "megatron_2bw/tools/planner": 36814,
-    "megatron_2bw/tools": 75022,
-    "megatron_2bw": 140367,
+    "megatron_2bw/tools/planner": 36820,
+    "megatron_2bw/tools": 75028,
+    "megatron_2bw": 140373,
     "scripts bench": 33914,
     "tests": 141457,
 }

@@ -108,9 +108,11 @@ def _too_few_microbatches(plan: Plan) -> bool:
     # stages; fewer would make it wait for itself.
     if plan.virtual > 1:
         return plan.microbatches % plan.depth > 0
-    # with fewer 2BW has a bubble, and its gap has not been measured
-    is_2bw = plan.pipeline.late_step
-    return is_2bw and plan.microbatches <= plan.pipeline.ahead(plan.shape, 0)
+    least = 1
+    if plan.pipeline.late_step:
+        # with fewer 2BW has a bubble, and its gap has not been measured
+        least = plan.pipeline.ahead(plan.shape, 0) + 1
+    return plan.microbatches < least
 
 
 def _pipedream(plan: Plan, model: Model, precision: str) -> Iterator[str]:
