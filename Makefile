@@ -55,7 +55,7 @@ TWO := -n 2 --dist worksteal
 
 test: install
 	$(PYTEST) $(TWO) tests/unit
-	$(PYTEST) $(TWO) -m proof tests/distributed tests/e2e
+	$(PYTEST) $(TWO) -m proof tests/distributed
 
 # .ci/run gives LESS, REST and RULE, and leaves the others to .ci/run nightly.
 REST ?= tests/distributed tests/e2e tests/lists

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.cpu
 FAILED_ONCE = json.loads(Path(__file__).with_name("draws.json").read_text())
 
 
-@pytest.mark.proof
 def test_what_holds_for_every_configuration():
     """Two draws. A failure prints a command for `python -m tests.distributed.draws
     --case`.
@@ -28,6 +27,7 @@ def test_what_holds_for_every_configuration():
     assert draws.try_draws(seed, 2) == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", FAILED_ONCE, ids=operator.itemgetter("why"))
 def test_failed_once(case):
     draws.check(draws.Draw(**case["draw"]))

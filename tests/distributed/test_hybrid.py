@@ -39,7 +39,6 @@ def test_the_references_bits(stages, pattern, flags):
     assert_same(runs, run_reference(runs, argv, 4))
 
 
-@pytest.mark.proof
 def test_attention_and_mlps_are_a_gpt(tmp_path):
     gpt = command(2, 4, "2bw", UNTIED)
     run_pipeline([*gpt, "--save", str(tmp_path), "--save-interval", "6"], 2)

@@ -43,7 +43,6 @@ def test_a_fault_of_one_rank_ends_all_and_comes_first_in_the_log():
     assert "ValueError: a fault of this stage alone" in run.stderr
 
 
-@pytest.mark.proof("disabled")
 @pytest.mark.parametrize("mode", ["disabled", "validate_results"])
 def test_a_loss_of_nan_ends_the_run_as_in_megatron(mode):
     rate = dict(

@@ -41,7 +41,6 @@ def validation(output: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.proof
 def test_own_data_evaluation_and_a_checkpoint_that_megatron_loads(data, tmp_path):
     options = dict(
         train_iters=6,

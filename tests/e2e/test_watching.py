@@ -77,7 +77,6 @@ def check(board: Values, lines: Values) -> None:
         assert shown["peak memory (GiB)/stage 0"] > 0.1
 
 
-@pytest.mark.proof
 def test_the_dashboard_shows_what_the_log_shows_and_the_trace_every_action(tmp_path):
     folder = tmp_path / "trace"
     argv = command(2, 4, "2bw", **RUN, tensorboard_dir=tmp_path, two_bw_trace=folder)

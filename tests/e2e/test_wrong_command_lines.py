@@ -51,7 +51,11 @@ def run(script: str, argv: list[str], words: str, **environment: str) -> None:
 
 
 CASES = {
-    "an own size": (GPT, command(2, 1), "use --global-batch-size 4 or more"),
+    "an own flag": (
+        GPT,
+        command(2, 2, "2bw", "--two-bw-extra-warmup 1,1"),
+        "--two-bw-extra-warmup 1,1: give one number",
+    ),
     "a refused flag": (
         BERT,
         command(2, 2, "pipedream", "--num-experts", "4"),
@@ -76,7 +80,6 @@ CASES = {
 FORKED = ("Megatron's configuration", "the model")
 
 
-@pytest.mark.proof("an own size")
 @pytest.mark.parametrize("name", CASES)
 def test_the_last_line_names_the_flag(name):
     """Cases in which the start and the end of Python make no difference run without
