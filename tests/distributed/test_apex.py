@@ -131,6 +131,7 @@ def assert_exact(flags: str, own: str = "", prepare=None, changes=None, **rule) 
     return runs[0]
 
 
+@pytest.mark.proof("fp32")
 @pytest.mark.parametrize(
     "flags, own",
     [("", ""), ("--bf16", SHARDED)],

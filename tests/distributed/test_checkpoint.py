@@ -96,9 +96,7 @@ CASES = {
 }
 
 
-@pytest.mark.proof(
-    "four stages, bf16, recompute", "asynchronous, distributed optimizer"
-)
+@pytest.mark.proof("asynchronous, distributed optimizer")
 @pytest.mark.parametrize("name", CASES)
 def test_resumed_run_is_the_uninterrupted_one(name, tmp_path):
     check_resumed(tmp_path, *CASES[name])

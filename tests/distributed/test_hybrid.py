@@ -20,6 +20,7 @@ def hybrid(stages: int, pattern: str, *flags: str) -> list[str]:
     return command(stages, 4, "2bw", UNTIED, layers, *flags, num_layers=None)
 
 
+@pytest.mark.proof("1-*-*-*E*E-")
 @pytest.mark.parametrize(
     "stages, pattern, flags",
     [
