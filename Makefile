@@ -3,7 +3,7 @@
 PYTHON := .venv/bin/python
 WANTED := $(shell cat .python-version)
 
-.PHONY: help install demo test test-rest test-all test-docs test-device test-slurm test-next oracles lint bench convergence paper playground test-playground lint-page gpu-check test-gpu clean
+.PHONY: help install demo test test-proofs test-rest test-all test-docs test-device test-slurm test-next oracles lint bench convergence paper playground test-playground lint-page gpu-check test-gpu clean
 
 help:
 	@echo "make install   .venv with all that is needed (about 6 GB, a few minutes)"
@@ -53,16 +53,22 @@ demo: install
 PYTEST := $(PYTHON) -m pytest --durations=10
 TWO := -n 2 --dist worksteal
 
+OF_THE_RULE := $(patsubst %,tests/distributed/test_%.py,update_rule equivalence late_step runtime correction draws bert \
+    optimizers plain_torch)
+
 test: install
 	$(PYTEST) $(TWO) tests/unit
-	$(PYTEST) $(TWO) -m proof tests/distributed
+	$(PYTEST) $(TWO) -m proof $(OF_THE_RULE)
+
+test-proofs: install
+	$(PYTEST) $(TWO) -m proof tests/distributed $(OF_THE_RULE:%=--ignore %)
 
 # .ci/run gives LESS, REST and RULE, and leaves the others to .ci/run nightly.
 REST ?= tests/distributed tests/e2e tests/lists
 test-rest: install
 	$(PYTEST) $(TWO) -m "not proof$(LESS)" $(REST)
 
-test-all: test test-rest test-device
+test-all: test test-proofs test-rest test-device
 
 test-docs: install
 	$(PYTEST) --timeout 1800 tests/docs

@@ -89,7 +89,8 @@ def test_the_notes_that_code_cites_exist():
 
 
 def test_make_test_proves_each_claim():
-    """`make test` runs a test of each file of tests/distributed that a claim names."""
+    """With `make test-proofs` it runs a test of each file of tests/distributed that a
+    claim names."""
     count = 0
     for path in named_paths(ROOT / "docs" / "claims.md"):
         if path.startswith("tests/distributed/"):

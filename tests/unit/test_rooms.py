@@ -22,11 +22,11 @@ TOKENS = {
     "megatron_2bw/base": 3655,
     "megatron_2bw/schedules": 4464,
     "megatron_2bw/engine": 7894,
-    "megatron_2bw/mcore": 27502,
+    "megatron_2bw/mcore": 27520,
     "megatron_2bw/run": 21281,
     "megatron_2bw/tools/planner": 36820,
     "megatron_2bw/tools": 75028,
-    "megatron_2bw": 140373,
+    "megatron_2bw": 140391,
     "scripts bench": 33914,
     "tests": 141433,
 }
