@@ -56,9 +56,7 @@ def command(model: Model, plan: Plan, iterations: int = 5) -> list[str]:
         --micro-batch-size {plan.microbatch} --global-batch-size {plan.global_batch} --train-iters {iterations}
         --no-check-for-nan-in-loss-and-grad"""
     if plan.corrected:
-        text += (
-            " --two-bw-correction auto --two-bw-sync-iterations 0 --lr-warmup-iters 1"
-        )
+        text += " --two-bw-sync-iterations 0 --lr-warmup-iters 1"
     if model.adapter_rank:
         text += f" --lora-rank {model.adapter_rank}"
     words = (*PLAIN_TORCH, *plan.flags())

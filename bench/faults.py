@@ -292,7 +292,8 @@ def different_tensors(one: Path, other: Path) -> list[str]:
 
 
 def command(options: argparse.Namespace, iterations: int, folder: Path) -> list[str]:
-    text = f"""--fp16 --pipeline-schedule 2bw --pipeline-model-parallel-size {RANKS} --micro-batch-size 2
+    text = f"""--fp16 --pipeline-schedule 2bw --two-bw-late all --two-bw-correction none
+        --pipeline-model-parallel-size {RANKS} --micro-batch-size 2
         --global-batch-size 6 --train-iters {iterations} --save-interval 4 --eval-iters 8
         --eval-interval 5 --log-interval 1 --lr 1e-2 --lr-warmup-iters 2 --weight-decay 0.1
         --hidden-dropout 0.1 --attention-dropout 0.1 --initial-loss-scale 65536 --loss-scale-window 5

@@ -56,7 +56,7 @@ def search_time() -> list[Check]:
 
 def search_row(shape: model.Model, servers: cluster.Cluster, batch: int) -> dict:
     begun = time.process_time()
-    space = Space(batch, corrected=True)
+    space = Space(batch, max_gap=0.1)
     search = Search(Cost(shape, servers, precision_of(servers)), space)
     plans, ties = advice.ranked(search, 8)
     seconds = time.process_time() - begun

@@ -25,12 +25,11 @@ PAPER = Space(
     schedules=("2bw",),
     tensor=(1,),
     recompute=("none", "full"),
-    gradient_slots=(2,),
+    memory=("two-slots",),
     distributed_optimizer=(False,),
     virtual=(1,),
     uneven=False,
     extra_warmup=False,
-    host=False,
 )
 
 

@@ -52,9 +52,6 @@ PICTURES = {
         f"iterations=2&edit={edited()}", 1000, 420, "#h-edit"
     ),
     "docs/playground/curve.png": Picture(CURVES, 800, 560, "#h-curve", "dark"),
-    "docs/playground/phone.png": Picture(
-        "schedules=2bw,pipedream-flush&stages=2", 390, 780, "#h-timelines"
-    ),
 }
 
 

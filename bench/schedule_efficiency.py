@@ -38,6 +38,7 @@ from megatron_2bw.base.local_ranks import run_world
 from megatron_2bw.tools.gpu_check.entry import gpt_flags, nothing
 from megatron_2bw.tools.planner.descriptions.inputs import numbers
 
+PAPER = " --two-bw-late all --two-bw-correction none"
 OURS = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
 ALL = (*OURS, "megatron-interleaved", *PEERS)
 
@@ -46,16 +47,13 @@ def options() -> Namespace:
     parser = new_parser(__doc__, "schedule_efficiency")
     option = parser.add_argument
     option("--stages", type=numbers, default=[8])
-    meaning = "numbers, or multiples of the stages: 1x,2x"
-    option("--microbatches", type=comma_separated, default=["1x"], help=meaning)
+    option("--microbatches", type=comma_separated, default=["1x"], help="such as 4,1x")
     option("--width", type=int, default=1, help="data-parallel pipelines")
     option("--real", action="store_true", help="compute, do not sleep")
     option("--forward-ms", type=float, default=100)
     option("--backward-ms", type=float, default=200)
-    meaning = "of the optimizer: a row for each, and for 0"
-    option("--step-ms", type=numbers, default=[], help=meaning)
-    known = list_of(ALL)
-    option("--schedules", type=known, help="default: all")
+    option("--step-ms", type=numbers, default=[], help="a row for each, and for 0")
+    option("--schedules", type=list_of(ALL), help="default: all")
     option("--iterations", type=int, default=9)
     option("--flags", default="", help="of Megatron, by ;: a row for each set")
     chosen = parser.parse_args()
@@ -85,6 +83,7 @@ def command(
         layers = 2 * stages
     text = f"""--pipeline-model-parallel-size {stages} --global-batch-size {microbatches * chosen.width}
         --train-iters {chosen.iterations} --pipeline-schedule {name}"""
+    text += PAPER if name == "2bw" else ""
     if chosen.real:
         text += (
             " --vocab-size 255 --make-vocab-size-divisible-by 128 --log-interval 100"

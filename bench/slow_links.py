@@ -47,15 +47,16 @@ from megatron_2bw.tools.planner.descriptions.model import Model
 from megatron_2bw.tools.timelines.simulator import Times, iteration_time
 
 PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-schedule"
+TWO_BW = f"{PIPELINE} 2bw --two-bw-late all --two-bw-correction none"
 VARIANTS = {
     "tensor": "--tensor-model-parallel-size 2",
     # the reduction overlaps the last backward
     "data": "--overlap-grad-reduce --ddp-num-buckets 8",
     "megatron": f"{PIPELINE} megatron",
     "pipedream-flush": f"{PIPELINE} pipedream-flush",
-    "2bw": f"{PIPELINE} 2bw",
+    "2bw": TWO_BW,
     # more forwards ahead, which hide the messages
-    "2bw-ahead": f"{PIPELINE} 2bw --two-bw-extra-warmup 1",
+    "2bw-ahead": f"{TWO_BW} --two-bw-extra-warmup 1",
 }
 COLOURS = ("#bbb", "#777", "#e69f00", "#00664c", "#56b4e9", "#0072b2")
 FLOAT = 4  # bytes of a number: the model is trained in fp32

@@ -46,7 +46,7 @@ COMMANDS = {  # name: (module:function, what it does)
     ),
     "trace": (
         "megatron_2bw.tools.timelines.trace:main",
-        "join and draw the records of --two-bw-trace",
+        "join and draw the records of --pipeline-trace",
     ),
     "convergence": (
         "megatron_2bw.tools.convergence.run:main",

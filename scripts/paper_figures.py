@@ -224,11 +224,11 @@ def judge_fit(spec: Row, row: Claim, found: list[Point]) -> None:
 
 
 @lru_cache
-def largest_model(depth: int, slots: int, reading: Reading) -> tuple[float, int, int]:
+def largest_model(depth: int, memory: str, reading: Reading) -> tuple[float, int, int]:
     """(billions of parameters, layers, hidden) of the largest model with equal stages
     that fits on 64 V100."""
     width = 64 // depth
-    plan = Plan(1, depth, width, 1, depth, "full", "2bw", gradient_slots=slots)
+    plan = Plan(1, depth, width, 1, depth, "full", "2bw", memory=memory)
     largest = (0.0, 0, 0)
     first, last, step = PAPER["figures"]["11"]["hidden"]
     for hidden in range(first, last + 1, step):
@@ -243,13 +243,13 @@ def largest_model(depth: int, slots: int, reading: Reading) -> tuple[float, int,
 
 
 def largest_models(reading: Reading) -> list[Point]:
-    """Figure 11: for each depth and number of gradient slots, the largest model that
+    """Figure 11: for each depth, with one gradient slot and two, the largest model that
     fits, over the hidden sizes."""
     found = []
     depths = PAPER["figures"]["11"]["depths"]
-    for slots, depth in itertools.product((1, 2), depths):
-        billions, layers, hidden = largest_model(depth, slots, reading)
-        series = "1 gradient slot" if slots == 1 else "2 gradient slots"
+    for memory, depth in itertools.product(("one-slot", "two-slots"), depths):
+        billions, layers, hidden = largest_model(depth, memory, reading)
+        series = "1 gradient slot" if memory == "one-slot" else "2 gradient slots"
         point = Point("11", "64 GPUs", series, depth, billions)
         point.plan = f"{layers} layers of {hidden}"
         found.append(point)

@@ -84,7 +84,7 @@ def version(
     stage: int,
     microbatch: int,
     sync_iterations: int = 0,
-    late_microbatches: int | None = None,
+    late: int | str = "all",
 ) -> int:
     """The update count of the weights that the rule gives to a microbatch (paper,
     sections 2 and 3)."""
@@ -95,7 +95,7 @@ def version(
     if name != "2bw" or batch < max(sync_iterations, 1):
         return batch
     index = microbatch % shape.microbatches
-    if late_microbatches is None or index < late_microbatches:
+    if late == "all" or index < late:
         return batch - 1
     return batch
 

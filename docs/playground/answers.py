@@ -155,7 +155,7 @@ class Parameters:
         if name == "2bw-extra-warmup":
             return replace(plan, extra_warmup=self.extra_warmup)
         if name == "2bw-one-slot":
-            return replace(plan, gradient_slots=1)
+            return replace(plan, memory="one-slot")
         if name == "2bw-sync-start":  # 2bw but for its start
             return plan
         if name == "gpipe":

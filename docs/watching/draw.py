@@ -6,7 +6,7 @@ half.
 2BW and PipeDream-Flush, four stages, eight microbatches per batch: a tiny real GPT
 through the code path of pretrain_gpt_2bw.py, whose stages also sleep in each forward
 and backward (bench/emulated.py), so that four processes on two cores behave like four
-devices. Reads the scalars of --tensorboard-dir, copies the picture of --two-bw-trace,
+devices. Reads the scalars of --tensorboard-dir, copies the picture of --pipeline-trace,
 and prints a line of each log and the mean shares.
 """
 
@@ -36,7 +36,7 @@ SCHEDULES = ("2bw", "pipedream-flush")
 def command(schedule: str, folder: Path) -> list[str]:
     text = f"""--pipeline-schedule {schedule} --pipeline-model-parallel-size {STAGES} --global-batch-size {MICROBATCHES}
         --train-iters {ITERATIONS} --lr 1e-3 --vocab-size 63 --log-interval 1"""
-    text += f" --tensorboard-dir {folder}/scalars --two-bw-trace {folder}/trace"
+    text += f" --tensorboard-dir {folder}/scalars --pipeline-trace {folder}/trace"
     return gpt_flags(STAGES, 16, 2, 8, text)
 
 

@@ -72,7 +72,7 @@ def streams_warning() -> str | None:
         f"> {count} process groups of NCCL share the {POOL} CUDA streams of "
         "torch's pool, so that a message may wait "
         "for ever behind another one: give a smaller --two-bw-extra-warmup, or "
-        "--two-bw-exchange gloo"
+        "--pipeline-exchange gloo"
     )
 
 

@@ -1,4 +1,4 @@
-"""The file of --two-bw-trace that a rank writes: when each action of a stage ran and
+"""The file of --pipeline-trace that a rank writes: when each action of a stage ran and
 how long it waited before.
 
 Each rank appends its events to its own file, in Chrome's JSON array format. The closing
@@ -57,7 +57,7 @@ class TraceWriter:
             self._emit(spans)
         except OSError as error:
             print(
-                f"> --two-bw-trace: {self._file.name} ends here: {error}",
+                f"> --pipeline-trace: {self._file.name} ends here: {error}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -2,7 +2,7 @@
 next batch adds its own.
 
 With the distributed optimizer these are the own shards. They lie on the device
-(--two-bw-gradient-slots shard) or on the host (`host_memory`). The step's thread copies
+(--two-bw-memory shard) or on the host (`host_memory`). The step's thread copies
 portion by portion, in the order in which a backward writes.
 
 Invariant: a portion of the slot is the step's thread's from `end_batch` until it is

@@ -1,4 +1,4 @@
-"""The optimizer in host memory (--two-bw-optimizer host): main parameters, moments, and
+"""The optimizer in host memory (--two-bw-memory host): main parameters, moments, and
 a complete batch's gradients.
 
 On the device stay the weight versions and one gradient slot. Megatron's functions see

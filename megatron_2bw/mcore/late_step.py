@@ -127,7 +127,7 @@ class LateStep(BatchStep):
     told of each bind, begin and completion together.
 
     schedule    the stage's; one with a late step
-    options     of the run: timeout, correction, wants_exit, host
+    options     of the run: timeout, correction, wants_exit
     resume      what the run resumes from
     stage       the model, which knows the batch's tokens
     clock       of the stage's actions
@@ -161,6 +161,7 @@ class LateStep(BatchStep):
         self.results: deque[StepResult] = deque()
         self.has_run = False
         self._schedule = schedule
+        self._in_host_memory = schedule.memory == "host"
         self._options = options
         self._stage = stage
         self._clock = clock
@@ -184,21 +185,21 @@ class LateStep(BatchStep):
             next(call.model.parameters()).device,
             options.timeout,
             self._optimizers,
-            options.host,
+            self._in_host_memory,
             call.model.expt_dp_group if experts else None,
         )
         self._routers: Routers | None = None
         if experts or call.config.mtp_num_layers:
             self._routers = Routers(call.model, call.config, first, resume.shadow)
-        shard = self._schedule.gradient_slots == "shard"
+        memory = self._schedule.memory
         self._slots = GradientSlots(
             call.model,
-            2 if shard else self._schedule.gradient_slots,
+            1 if memory == "one-slot" else 2,
             self._groups.data,
             first,
-            shared=options.host or shard,
+            shared=memory in ("shard", "host"),
         )
-        self._make_proxies(call, shard)
+        self._make_proxies(call)
         self._working: WorkingCopy | None = None
         if options.correction is not None:
             correction = options.correction(call.num_microbatches)
@@ -216,14 +217,14 @@ class LateStep(BatchStep):
             if part is not None:
                 self._per_batch.append(part)
 
-    def _make_proxies(self, call: Call, shard: bool) -> None:
+    def _make_proxies(self, call: Call) -> None:
         """What Megatron's optimizers step, and the gradients that they read."""
         corrects = self._options.correction is not None
         slot = self._slots.gradients_of(self._stores.newest)
         mains: dict[torch.nn.Parameter, Tensor] = {}
         self._host: HostMemory | None = None
         self._complete_gradients: CompleteGradients | None = None
-        if self._options.host:
+        if self._in_host_memory:
             mains = own_mains(self._stores, empty_pages)
             use_host_kernels(self._optimizers)
             self._host = HostMemory(
@@ -232,7 +233,7 @@ class LateStep(BatchStep):
             self._complete_gradients = self._host
         elif corrects:
             mains = own_mains(self._stores)
-        if shard:
+        if self._schedule.memory == "shard":
             self._complete_gradients = CompleteGradients(call, slot, torch.zeros_like)
         self._proxies = Proxies(
             call.model,

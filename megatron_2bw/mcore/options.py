@@ -18,13 +18,12 @@ class RunOptions:
     timeout     see `p2p.connect`
     timed       whether Megatron's timers synchronise with the GPU inside forwards and
                 backwards
-    trace       the folder of --two-bw-trace
+    trace       the folder of --pipeline-trace
     wants_exit  whether this rank wants the run to end (a signal, its duration), asked
                 at each REDUCE; the result reports whether any rank of the world said
                 yes
     correction  of --two-bw-correction, by the microbatches of a batch; None without it
     evaluates   whether there may be evaluations
-    host        whether the optimizer is in host memory
     """
 
     schedule: Schedule | None = None
@@ -35,4 +34,3 @@ class RunOptions:
     wants_exit: Callable[[], bool] | None = None
     correction: Callable[[int], Correction] | None = None
     evaluates: bool = False
-    host: bool = False

@@ -57,7 +57,7 @@ def stage_stats(stages: Sequence[tuple[StageTimes, float]]) -> tuple[StageStats,
 
 
 class StageClock:
-    """Turns a stage's marks into its stats, and into the records of --two-bw-trace.
+    """Turns a stage's marks into its stats, and into the records of --pipeline-trace.
 
     recorder  of the pipeline's actions
     writer    of the trace's file, if there is one

@@ -70,7 +70,8 @@ def install(args: argparse.Namespace, hooks: bool = True) -> MegatronRuntime | N
             rows += patches.for_schedule(runtime)
         if runtime.schedule.late_step:
             rows += patches.for_late_step(runtime)
-            rows += patches.for_host() if runtime.options.host else []
+            if runtime.schedule.memory == "host":
+                rows += patches.for_host()
     rebinding.apply(rows)
     if args.save and args.rank == 0:
         owner.hold(args.save)
@@ -91,6 +92,6 @@ def make_runtime(args: argparse.Namespace) -> MegatronRuntime:
     if args.rank == 0:
         if options.trace is not None:
             forget(options.trace)
-        for line in notes(args, options):
+        for line in notes(args, options.schedule):
             print(line, flush=True)
     return MegatronRuntime(options.schedule, partial(position, args), options)

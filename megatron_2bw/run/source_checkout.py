@@ -3,7 +3,7 @@ it.
 
 The rest is rebound by `mcore.install`. In a checkout `--pipeline-schedule` is a flag
 like any other, and every entry script of it has the schedules. `python -m
-megatron_2bw.tools.timelines.trace DIR` joins the files of --two-bw-trace there.
+megatron_2bw.tools.timelines.trace DIR` joins the files of --pipeline-trace there.
 """
 
 from __future__ import annotations

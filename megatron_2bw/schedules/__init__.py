@@ -13,7 +13,7 @@ from megatron_2bw.schedules.base import (
 )
 from megatron_2bw.schedules.flush import GPipe, NoPipelining, PipeDreamFlush
 from megatron_2bw.schedules.pipedream import PipeDream
-from megatron_2bw.schedules.two_bw import TwoBW
+from megatron_2bw.schedules.two_bw import NONE_LATE, TwoBW
 from megatron_2bw.schedules.validator import ScheduleError, check_actions, validate
 
 SCHEDULES: dict[str, Schedule] = {
@@ -28,16 +28,16 @@ SCHEDULE_NAMES = ("megatron", *SCHEDULES)
 def schedule_of(
     name: str,
     *,
-    gradient_slots: int | str = 2,
+    late: int | str = "all",
+    memory: str = "two-slots",
     extra_warmup: tuple[int, ...] = (),
     sync_iterations: int = 0,
-    late_microbatches: int | str | None = None,
     gpipe_round: int | None = None,
 ) -> Schedule | None:
     """The schedule of --pipeline-schedule `name` with the options of 2bw and gpipe;
     None for Megatron's own."""
     if name == TwoBW.name:
-        return TwoBW(gradient_slots, extra_warmup, sync_iterations, late_microbatches)
+        return TwoBW(late, memory, extra_warmup, sync_iterations)
     if name == GPipe.name:
         return GPipe(gpipe_round)
     return SCHEDULES.get(name)

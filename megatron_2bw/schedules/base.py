@@ -106,8 +106,8 @@ class Schedule:
     late_step: bool = False
     # batches at the start without gradient delay, in a schedule that delays the others
     sync_iterations: int = 0
-    # of a batch, if not all are on older weights
-    late_microbatches: int | str | None = None
+    late: int | str = 0  # microbatches of a batch that run on older weights
+    memory: str = "two-slots"  # where a late step finds gradients and optimizer
     # microbatches after which the pipeline drains inside a batch, in a schedule that
     # does
     round: int | None = None

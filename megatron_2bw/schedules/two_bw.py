@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from megatron_2bw.schedules.base import Action, B, Schedule, Shape, reduce, step
 
+NONE_LATE = (0, "0%")  # values of `late`
+
 
 @dataclass(frozen=True)
 class TwoBW(Schedule):
@@ -23,10 +25,13 @@ class TwoBW(Schedule):
     backward of batch j + 1, which starts the next reduction. Each late microbatch above
     d - 1 gives the step the time of an F and a B.
 
-    gradient_slots  2: batch j + 1 accumulates while batch j is reduced and clipped. 1:
-                    the first backward of batch j + 1 needs the memory of batch j's
-                    gradients, so it waits for the step. "shard": it waits for the
-                    reduction, after which one shard of them is kept.
+    late            K: a number, a share of the batch such as "25%" (at least one
+                    microbatch), or "all", as in the paper
+    memory          "two-slots": batch j + 1 accumulates while batch j is reduced and
+                    clipped. "one-slot": the first backward of batch j + 1 needs the
+                    memory of batch j's gradients, so it waits for the step. "shard" and
+                    "host": it waits for the reduction, after which one shard of them is
+                    kept, or all of them in host memory.
     extra_warmup    k for each boundary between stages, first to last (one number stands
                     for all): the stages before it run k more forwards ahead. A
                     microbatch crosses a boundary twice, F down and B up, between a
@@ -34,8 +39,6 @@ class TwoBW(Schedule):
                     microbatch's time; with k each is hidden up to k / 2 of that time.
                     For slow links; it costs the activations of k microbatches.
     sync_iterations the first n batches have no late microbatches. Batch 0 never has.
-    late_microbatches  K; None: all, as in the paper. "auto": a quarter of the batch,
-                    one or two a stage; all, if that is more than half.
     """
 
     name = "2bw"
@@ -43,10 +46,10 @@ class TwoBW(Schedule):
     flushes = False
     late_step = True
 
-    gradient_slots: int | str = 2
+    late: int | str = "all"
+    memory: str = "two-slots"
     extra_warmup: tuple[int, ...] = ()
     sync_iterations: int = 0
-    late_microbatches: int | str | None = None
 
     def ahead(self, shape: Shape, stage: int) -> int:
         boundaries = shape.stages - 1
@@ -55,51 +58,33 @@ class TwoBW(Schedule):
             extra = extra * boundaries
         return boundaries - stage + sum(extra[stage:boundaries])
 
-    def late(self, stages: int, microbatches: int) -> int:
+    def late_of(self, microbatches: int) -> int:
         """K in a batch of so many microbatches."""
-        if self.late_microbatches is None:
+        if self.late == "all":
             return microbatches
-        if isinstance(self.late_microbatches, int):
-            return min(self.late_microbatches, microbatches)
-        least = self.ahead(Shape(stages, microbatches), 0) + 1
-        late = max(least, min(2 * least, microbatches // 4))
-        return late if late <= microbatches // 2 else microbatches
+        if isinstance(self.late, int):
+            return min(self.late, microbatches)
+        percent = int(self.late.removesuffix("%"))
+        return max(percent * microbatches // 100, min(percent, 1))
 
     def reads_late(self, version: int) -> bool:
         # W(v) is read by batch v + 1, one update late; and by batch v itself if all of
         # that runs without delay.
-        return version >= max(self.sync_iterations, 1) and self.late_microbatches != 0
+        return version >= max(self.sync_iterations, 1) and self.late not in NONE_LATE
 
-    def version(
-        self,
-        shape: Shape,
-        stage: int,
-        microbatch: int,
-    ) -> int:
+    def version(self, shape: Shape, stage: int, microbatch: int) -> int:
         batch = shape.batch(microbatch)
         place = microbatch % shape.microbatches
-        late = self.late(shape.stages, shape.microbatches)
-        if self.reads_late(batch) and place < late:
+        if self.reads_late(batch) and place < self.late_of(shape.microbatches):
             return batch - 1
         return batch
 
-    def crossing(
-        self,
-        shape: Shape,
-        stage: int,
-        batch: int,
-    ) -> int:
+    def crossing(self, shape: Shape, stage: int, batch: int) -> int:
         if not self.reads_late(batch):
             return 0
-        late = self.late(shape.stages, shape.microbatches)
-        return min(late, self.ahead(shape, stage))
+        return min(self.late_of(shape.microbatches), self.ahead(shape, stage))
 
-    def actions(
-        self,
-        shape: Shape,
-        stage: int,
-        iteration: int,
-    ) -> list[Action]:
+    def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
         order = self.order(shape, stage, iteration)
         if iteration > shape.first:
             order.insert(self._latest(order, iteration), step(iteration - 1))
@@ -119,7 +104,7 @@ class TwoBW(Schedule):
             elif action.version == iteration:
                 readers.append(place)
         latest = backwards[-1]
-        if self.gradient_slots == 1:
+        if self.memory == "one-slot":
             latest = backwards[0]
         return min([latest, *readers])
 

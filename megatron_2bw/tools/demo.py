@@ -46,10 +46,9 @@ def training_command(
     schedule: str, iterations: int, corpus_flags: list[str], device: str, out: Path
 ) -> list[str]:
     """The command that trains: torchrun, the entry script, Megatron's flags."""
-    correction = "--two-bw-correction auto" if schedule == "2bw" else ""
     # one validation, after the last iteration
     sizes = f"""
-        --pipeline-schedule {schedule} {correction} --device {device}
+        --pipeline-schedule {schedule} --device {device}
         --pipeline-model-parallel-size {STAGES} --micro-batch-size {MICRO_BATCH_SIZE}
         --global-batch-size {MICRO_BATCH_SIZE * MICROBATCHES} --seq-length {SEQUENCE}
         --max-position-embeddings {SEQUENCE} --train-iters {iterations} --log-interval {log_interval(iterations)}

@@ -94,7 +94,7 @@ def sbatch(
     if not options.cpu:
         command += f" --gpus-per-node={panel.gpus_per_server}"
     iterations = panel.iterations or options.train_iters
-    training = f"--two-bw-correction none --train-iters {iterations} --lr {PAPER['training']['lr']}"
+    training = f"--train-iters {iterations} --lr {PAPER['training']['lr']}"
     if panel.iterations:
         prefix = options.out / f"openwebtext-{kind}"
         variables["DATA_ARGS"] = f"--data-path {prefix} {PAPER['data'][kind]}"

@@ -73,8 +73,8 @@ RULE = """
 0.3 --lr-decay-style constant | --lr-decay-style cosine | --lr-decay-style inverse-square-root
 0.2 --lr-warmup-iters 0 | --lr-decay-iters 4 | --seed 11
 0.3 --two-bw-sync-iterations 1 | --two-bw-sync-iterations 2 | --two-bw-sync-iterations 4 | --two-bw-sync-iterations 6
-0.3 --two-bw-late-microbatches 0 | --two-bw-late-microbatches 1 | --two-bw-late-microbatches 2
-0.3 --two-bw-correction extrapolate | --two-bw-correction auto --two-bw-late-microbatches 99"""
+0.5 --two-bw-late 0 | --two-bw-late 1 | --two-bw-late 2 | --two-bw-late 3 | --two-bw-late 50%
+0.3 --two-bw-correction 1 | --two-bw-correction auto"""
 # Of a GPT. None takes the flag away.
 KINDS = """
 0.6 --num-experts 4 --moe-ffn-hidden-size 32 --disable-bias-linear --moe-token-dispatcher-type allgather
@@ -93,14 +93,14 @@ DROPOUT = "0.4 --hidden-dropout 0.1 --attention-dropout 0.1 | --hidden-dropout 0
 NEUTRAL = f"""
 0.3 --recompute-granularity full --recompute-num-layers 1 --recompute-method uniform | --recompute-activations
 0.1 --recompute-granularity full --recompute-num-layers 1 --recompute-method block | --recompute-granularity selective
-0.3 --two-bw-gradient-slots 1
+0.3 --two-bw-memory one-slot
 0.3 --two-bw-extra-warmup 1 | --two-bw-extra-warmup 2 | --two-bw-extra-warmup 0,1 | --two-bw-extra-warmup 1,0,2
 0.3 --use-distributed-optimizer | --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 0.2 --overlap-grad-reduce | --overlap-grad-reduce --ddp-bucket-size 5000
 0.3 --eval-interval 1 --eval-iters 1 | --eval-interval 2 --eval-iters 3 | --eval-interval 5 --eval-iters 2
 0.3 --log-interval 2 | --log-interval 3 | --log-interval 6
 0.2 {" | ".join("--save {folder}/kept --save-interval 2 " + each for each in FORMATS)}
-0.2 --two-bw-trace {{folder}}/trace | --tensorboard-dir {{folder}}/board | --log-params-norm | --log-throughput
+0.2 --pipeline-trace {{folder}}/trace | --tensorboard-dir {{folder}}/board | --log-params-norm | --log-throughput
 0.2 --log-num-zeros-in-grad | --manual-gc | --num-workers 1 | --exit-signal-handler
 0.2 --timing-log-level 2 --no-barrier-with-level-1-timing | --no-check-for-nan-in-loss-and-grad"""
 CHECKS = """
@@ -204,7 +204,7 @@ def new_draw(draw: random.Random) -> Draw:
             change = some(draw, NEUTRAL) or config("--log-interval 2")
             base = without(base, *change)
         case "megatron":
-            change = config(f"{SCHEDULE} megatron --two-bw-trace None")
+            change = config(f"{SCHEDULE} megatron --pipeline-trace None")
         case "width":
             change = config("--expert-model-parallel-size None")
             change |= {"width": 1, "microbatches": 2 * microbatches}

@@ -61,7 +61,7 @@ def make_part(kind: str, groups: list[dict], main, args) -> torch.optim.Optimize
     if kind == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=args.sgd_momentum)
     if kind.startswith("adam"):
-        fused = dict(fused=True) if args.two_bw_optimizer == "host" else {}
+        fused = dict(fused=True) if args.two_bw_memory == "host" else {}
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=args.adam_eps, **fused)
     if kind == "muon":
         return make_muon(groups, main, args)

@@ -54,7 +54,7 @@ def interrupted(folder, ranks: int, argv, prepare=None):
 def moved(folder, argv: list[str], to_host: bool, **device) -> tuple:
     """`interrupted` on four ranks, whose optimizer moves to the host, or from there.
     device: how the run that keeps it on the device is trained."""
-    on_host = argv + ["--two-bw-optimizer", "host"]
+    on_host = argv + ["--two-bw-memory", "host"]
     if to_host:
         whole = run_saving(folder, 4, argv, **device)
         return whole, run_loading(folder, 4, on_host)
@@ -91,7 +91,7 @@ CASES = {
     ),
     "torch format, distributed optimizer": (
         (2, 2, 2),
-        f"--bf16 {SHARDED} --ckpt-format torch --two-bw-gradient-slots 1",
+        f"--bf16 {SHARDED} --ckpt-format torch --two-bw-memory one-slot",
     ),
 }
 
@@ -173,7 +173,7 @@ def test_what_no_run_could_load_is_not_saved(tmp_path):
     assert not (tmp_path / TRACKER).exists()
 
 
-EXTRAPOLATE = "--two-bw-correction extrapolate"
+FEEDBACK = "--two-bw-correction 1"
 
 
 def layout(stages: str) -> dict:
@@ -186,14 +186,14 @@ SIZES = {
     "stages 2 4 1": ("", [(2, dict(stages=4)), (4, dict(stages=1))]),
     "pipelines 1 2": (SHARDED, [(2, dict(stages=2, width=2))]),
     "extrapolated, sharded": (
-        f"{SHARDED} --dist-ckpt-optim-fully-reshardable {EXTRAPOLATE}",
+        f"{SHARDED} --dist-ckpt-optim-fully-reshardable {FEEDBACK}",
         [
             (2, dict(stages=2, tensor_model_parallel_size=2)),
             (4, dict(stages=1, width=2)),
         ],
     ),
     "extrapolated, layouts": (
-        EXTRAPOLATE,
+        FEEDBACK,
         [(2, layout("Et*2|t|tL")), (4, layout("Et|t|t*2L"))],
     ),
 }
@@ -262,8 +262,10 @@ def test_what_a_checkpoint_holds(saved):
 
 
 def resume(saved: Saved, *flags: str, schedule: str = "2bw") -> Run:
-    words = f"--ckpt-step {SAVED} --pipeline-schedule {schedule}".split()
-    return run_loading(saved.folder, 2, [*saved.argv, *words, *flags])[-1]
+    words = f"--ckpt-step {SAVED} --pipeline-schedule {schedule}"
+    if schedule != "2bw":
+        words += " --two-bw-late 25% --two-bw-correction auto"  # the defaults
+    return run_loading(saved.folder, 2, [*saved.argv, *words.split(), *flags])[-1]
 
 
 def without_our_checkpoints(rank: int, argv: list[str], prepare=None) -> Run:

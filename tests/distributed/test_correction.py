@@ -1,5 +1,5 @@
-"""A synchronous start and extrapolated weights, against the single-process reference of
-the update rule.
+"""A synchronous start, late microbatches and working copies, against the single-process
+reference of the update rule.
 
 Bitwise, for the reasons that test_update_rule.py gives.
 """
@@ -32,13 +32,15 @@ from tests.distributed.test_checkpoint import (
     assert_goes_on,
     check_resumed,
     interrupted,
+    run_loading,
+    run_saving,
 )
 from tests.distributed.test_late_step import OVERLAP
 from tests.distributed.test_update_rule import POISONED, SCALE, poison
 from tests.distributed.training import Run, command, train
 
-EXTRAPOLATE = "--two-bw-correction extrapolate"
-AUTO = "--two-bw-correction auto"
+FEEDBACK = "--two-bw-correction 1"
+AUTO = "--two-bw-correction auto --two-bw-late 2"
 
 
 @pytest.mark.proof("4-3-")
@@ -50,16 +52,16 @@ def test_synchronous_start(microbatches, sync, extra):
     check_rule(2, microbatches, UNTIED, own=own, rule=dict(sync=sync))
 
 
-@pytest.mark.proof("4-5-3---bf16-", "4-3-2---clip-grad 0---two-bw-gradient-slots 1")
+@pytest.mark.proof("4-5-3---bf16-", "4-3-2---clip-grad 0---two-bw-memory one-slot")
 @pytest.mark.parametrize(
     "stages, microbatches, late, flags, slots",
     [
         (4, 5, 3, "--bf16", ""),
-        (2, 6, 2, "", "--two-bw-gradient-slots 1"),
+        (2, 6, 2, "", "--two-bw-memory one-slot"),
         (1, 3, 0, "", ""),
         (4, 4, 1, "--clip-grad 0", ""),
         (4, 5, 2, "--bf16", "--two-bw-extra-warmup 1"),
-        (4, 3, 2, "--clip-grad 0", "--two-bw-gradient-slots 1"),
+        (4, 3, 2, "--clip-grad 0", "--two-bw-memory one-slot"),
         (4, 2, 2, "--bf16", ""),
         (4, 2, 0, "--clip-grad 0", ""),
     ],
@@ -68,9 +70,8 @@ def test_only_the_first_microbatches_are_late(stages, microbatches, late, flags,
     """With the correction and after a synchronous start; the others run on the newest
     working copy."""
     own = (
-        f"{EXTRAPOLATE} {slots} --two-bw-late-microbatches {late} "
-        "--two-bw-sync-iterations 2 "
-        "--two-bw-correction-factor 0.5 --two-bw-correction-gradient 0.5"
+        f"--two-bw-correction 0.5,0.5 {slots} --two-bw-late {late} "
+        "--two-bw-sync-iterations 2"
     )
     rule = dict(late=late, sync=2, factor=0.5, gradient=0.5)
     if late == 0:  # nothing is corrected
@@ -80,24 +81,24 @@ def test_only_the_first_microbatches_are_late(stages, microbatches, late, flags,
 
 @pytest.mark.proof
 def test_gradient_term_of_sgd():
-    terms = "--two-bw-correction-factor 1.5 --two-bw-correction-gradient 2"
-    own = f"{EXTRAPOLATE} {terms}"
+    own = "--two-bw-correction 1.5,2"
     rule = dict(factor=1.5, gradient=2)
     check_rule(2, 4, UNTIED, own=own, rule=rule, train_iters=8, **SGD)
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize(
-    "microbatches, rule, beta",
+    "microbatches, late, rule",
     [
-        (3, dict(factor=1.5, gradient=2), 0.95),
-        (8, dict(factor=0.5, gradient=0.5, late=2), 0.9),
+        (3, "all", dict(factor=1.25, gradient=1.25)),
+        (8, None, dict(factor=0.5, gradient=0.5, late=2)),
     ],
 )
-def test_auto(microbatches, rule, beta):
-    """All microbatches are late, or a quarter of them."""
-    runs = run_pipeline(command(2, microbatches, "2bw", UNTIED, "--bf16", AUTO), 2)
-    argv = command(1, microbatches, "2bw", UNTIED, "--bf16", adam_beta1=beta)
+def test_auto(microbatches, late, rule):
+    """All microbatches are late; or a quarter, by default."""
+    own = dict(two_bw_late=late, two_bw_correction=None, two_bw_sync_iterations=0)
+    runs = run_pipeline(command(2, microbatches, "2bw", UNTIED, "--bf16", **own), 2)
+    argv = command(1, microbatches, "2bw", UNTIED, "--bf16")
     assert_same(runs, run_reference(runs, argv, microbatches, **rule))
 
 
@@ -108,7 +109,7 @@ BY_AUTO = dict(factor=0.75, gradient=0.75, late=2)
     "sync, correction, ahead",
     [
         (0, AUTO, BY_AUTO),
-        (3, EXTRAPOLATE, dict(factor=1.0)),
+        (3, FEEDBACK, dict(factor=1.0)),
         (POISONED + 1, AUTO, BY_AUTO),
     ],
 )
@@ -124,7 +125,6 @@ def test_skipped_step(sync, correction, ahead):
         prepare=poison,
         rule=dict(poison=POISONED, sync=sync, **ahead),
         train_iters=7,
-        adam_beta1=0.9,  # typed, so `auto` keeps it
         **SCALE,
     )
     assert expected.skipped == [0, 0, 0, 1, 0, 0, 0]
@@ -145,7 +145,7 @@ def test_a_skipped_step_with_the_distributed_optimizer_and_evaluations():
 
 # Stages, microbatches, width; flags.
 CASES = {
-    "fp32, tied": ((2, 2, 1), EXTRAPOLATE),
+    "fp32, tied": ((2, 2, 1), FEEDBACK),
     "bf16, distributed optimizer": (
         (2, 4, 2),
         f"--bf16 {SHARDED} --overlap-grad-reduce {AUTO}",
@@ -154,7 +154,7 @@ CASES = {
         (2, 5, 1),
         f"--bf16 {ASYNCHRONOUS} {EVALUATED} {AUTO}",
     ),
-    "at its end": ((2, 2, 1), f"--two-bw-sync-iterations {SAVED} {EXTRAPOLATE}"),
+    "at its end": ((2, 2, 1), f"--two-bw-sync-iterations {SAVED} {FEEDBACK}"),
 }
 
 
@@ -164,6 +164,19 @@ def test_resumed_run_is_the_uninterrupted_one(name, tmp_path):
     check_resumed(tmp_path, *CASES[name])
 
 
+@pytest.mark.parametrize("before, after", [(0, 3), (3, 1)])
+def test_resumed_into_another_number_of_late_microbatches(before, after, tmp_path):
+    """The rest of the run is the reference's that changes the number there."""
+    argv = command(2, 4, "2bw", UNTIED, "--clip-grad 0")
+    run_saving(tmp_path, 2, [*argv, "--two-bw-late", str(before)])
+    rest = run_loading(tmp_path, 2, [*argv, "--two-bw-late", str(after)])
+    late = (before,) * SAVED + (after,) * 3
+    alone = command(1, 4, "2bw", UNTIED, "--clip-grad 0")
+    expected = run_reference(rest, alone, 4, late=late)
+    expected.losses = expected.losses[SAVED:]
+    assert_same(rest, expected)
+
+
 def test_one_plan_for_all_saves(tmp_path):
     """The first save is in the synchronous start; Megatron takes its list of tensors
     for the later ones too.
@@ -171,7 +184,7 @@ def test_one_plan_for_all_saves(tmp_path):
     A resumed run has the length of start of its checkpoint, not that of its command
     line.
     """
-    flags = f"--ckpt-assume-constant-structure {EXTRAPOLATE}"
+    flags = f"--ckpt-assume-constant-structure {FEEDBACK}"
     argv = command(2, 2, "2bw", flags, two_bw_sync_iterations=3)
     saves = f"--save {tmp_path} --save-interval 2"
     whole = run_pipeline(argv + saves.split(), 2)
@@ -186,7 +199,7 @@ def test_one_plan_for_all_saves(tmp_path):
 @pytest.mark.parametrize("start", ["", "--two-bw-sync-iterations 5"])
 def test_dynamic_loss_scale_after_a_resume(start, tmp_path):
     """The step before the save is skipped."""
-    argv = command(2, 2, "2bw", "--fp16", EXTRAPOLATE, start, **SCALE, **DROPOUT)
+    argv = command(2, 2, "2bw", "--fp16", FEEDBACK, start, **SCALE, **DROPOUT)
     prepare = functools.partial(poison, poisoned=(SAVED - 1,))
     whole, rest = interrupted(tmp_path, 2, argv, prepare)
     assert whole[0].skipped == [0, 0, 1, 0, 0, 0]
@@ -231,7 +244,7 @@ def test_evaluation_and_checkpoint_have_the_true_weights(precision, tmp_path):
     model = (UNTIED, precision)
     evaluate = f"--eval-interval {SAVED} --eval-iters 2"
     folder = f"{tmp_path} --save-interval {SAVED}"
-    flags = f"{evaluate} {EXTRAPOLATE} --lr-decay-iters 6 --save {folder}"
+    flags = f"{evaluate} {FEEDBACK} --lr-decay-iters 6 --save {folder}"
     argv = command(2, 4, "2bw", *model, flags, train_iters=SAVED + 1)
     runs = run_world(2, evaluated, argv)
     argv = command(1, 4, "2bw", *model, train_iters=SAVED, lr_decay_iters=6)

@@ -52,8 +52,8 @@ def experts(stages, microbatches, *flags, **changes) -> list[str]:
         (2, BIAS, {}),
         (1, BIAS, {}),
         (4, f"{BIAS} --clip-grad 0", {}),
-        (2, f"{BIAS} --bf16 --two-bw-late-microbatches 1", dict(late=1)),
-        (2, f"{BIAS} --bf16 --two-bw-optimizer host", {}),
+        (2, f"{BIAS} --bf16 --two-bw-late 1", dict(late=1)),
+        (2, f"{BIAS} --bf16 --two-bw-memory host", {}),
         (2, f"{BIAS} --fp16 --moe-aux-loss-coeff 1", dict(poison=POISONED)),
         (2, f"{CAPACITY} --moe-router-load-balancing-type seq_aux_loss", {}),
     ],
@@ -88,7 +88,7 @@ PAIRS = {
     ),
     "recomputed": Pair(f"{BIAS} {SPLIT} {FULL}", f"{BIAS} {SPLIT}"),
     "one slot, evaluations": Pair(
-        f"{SPLIT} --two-bw-gradient-slots 1 --eval-interval 2 --eval-iters 1", SPLIT
+        f"{SPLIT} --two-bw-memory one-slot --eval-interval 2 --eval-iters 1", SPLIT
     ),
     "split": Pair(
         f"{BIAS} {SPLIT} --moe-token-dispatcher-type alltoall", BIAS, tolerance=1e-5
@@ -99,7 +99,7 @@ PAIRS = {
         tolerance=1e-5,
     ),
     "one slot of shards": Pair(
-        f"{SPLIT} {SHARDED} --two-bw-gradient-slots shard", f"{SPLIT} {SHARDED}"
+        f"{SPLIT} {SHARDED} --two-bw-memory shard", f"{SPLIT} {SHARDED}"
     ),
     "on the host": Pair(
         f"{BIAS} {SPLIT} {SHARDED} --bf16 {HOST}",

@@ -21,10 +21,10 @@ from tests.distributed.test_checkpoint import DROPOUT, assert_goes_on, moved
 from tests.distributed.test_update_rule import POISONED, SCALE, poison
 from tests.distributed.training import Run, command, delayed, train
 
-HOST = "--two-bw-optimizer host"
-SHARDS = "--two-bw-gradient-slots shard"
+HOST = "--two-bw-memory host"
+SHARDS = "--two-bw-memory shard"
 SHARDED = "--bf16 --use-distributed-optimizer"
-CORRECTED = "--two-bw-correction extrapolate --two-bw-correction-gradient 1"
+CORRECTED = "--two-bw-correction 1,1"
 
 
 @pytest.mark.proof("bf16", "fp16")
@@ -68,7 +68,7 @@ CASES = {
     ),
     "some late, zeros": (
         1,
-        "--bf16 --two-bw-late-microbatches 1 --log-num-zeros-in-grad",
+        "--bf16 --two-bw-late 1 --log-num-zeros-in-grad",
     ),
     "sequence parallel": (
         1,

@@ -81,7 +81,7 @@ def test_distributed_optimizer_with_clipping():
 @pytest.mark.proof("")
 @pytest.mark.parametrize("flags", ["", f"{SHARDED} --bf16"])
 def test_one_gradient_slot_equals_two(flags):
-    one = plain(flags, "--two-bw-gradient-slots 1")
+    one = plain(flags, "--two-bw-memory one-slot")
     two = plain(flags)
     assert_same_runs(one[0::2], two[0::2])
     assert one[0].grad_norms == two[0].grad_norms
@@ -188,7 +188,7 @@ def test_no_collective_of_the_training_thread_spans_stages():
 # --------------------------------------------------------------------------------------
 
 SEEDS = 50
-ONE_SLOT = "--two-bw-gradient-slots 1 --two-bw-extra-warmup 1"
+ONE_SLOT = "--two-bw-memory one-slot --two-bw-extra-warmup 1"
 
 
 def train_with_delays(rank: int, argv: list[str], seconds: float) -> Run:

@@ -43,7 +43,7 @@ CASES = {
     "one": (1, "", {}),
     "four": (4, f"--bf16 {RECOMPUTE} --clip-grad 0", {}),
     "host": (2, f"--bf16 {HOST} --lora-targets linear_fc1 linear_fc2", {}),
-    "corrected": (2, "--two-bw-correction extrapolate", dict(factor=1)),
+    "corrected": (2, "--two-bw-correction 1", dict(factor=1)),
     "experts": (2, EXPERTS, {}),
     "frozen last stage": (2, f"{FROZEN} [0,0,1,1]", {}),
     "frozen first stage": (2, f"{FROZEN} [1,1,0,0]", {}),
@@ -62,7 +62,7 @@ def test_the_reference(name):
 # Stages, microbatches, width, tensor ranks and flags; of those with tensor ranks and
 # stages the losses are compared.
 SPLITS = {
-    "shards": (2, 2, 2, 1, f"{SHARDED} --two-bw-gradient-slots shard"),
+    "shards": (2, 2, 2, 1, f"{SHARDED} --two-bw-memory shard"),
     "tensor parallel": (2, 4, 1, 2, ""),
     "sequence parallel": (2, 4, 1, 2, "--sequence-parallel"),
     "BERT": (2, 4, 1, 2, ""),

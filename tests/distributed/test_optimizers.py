@@ -19,7 +19,7 @@ from tests.distributed.compare import (
     run_pipeline,
 )
 from tests.distributed.test_checkpoint import DROPOUT, assert_goes_on, interrupted
-from tests.distributed.test_correction import AUTO, EXTRAPOLATE
+from tests.distributed.test_correction import AUTO, FEEDBACK
 from tests.distributed.test_update_rule import NO_BIAS, assert_clipped, poison
 from tests.distributed.training import command
 
@@ -30,10 +30,10 @@ MUON = "--optimizer muon --muon-nesterov"
 @pytest.mark.parametrize(
     "flags, correction, rule",
     [
-        (f"{MUON} --bf16 --adam-beta1 0.9", AUTO, dict(factor=1.5, gradient=2)),
+        (f"{MUON} --bf16", AUTO, dict(factor=11 / 12, gradient=11 / 12, late=2)),
         (
             "--optimizer muon --muon-scalar-optimizer lion",
-            EXTRAPOLATE,
+            FEEDBACK,
             dict(factor=1.0),
         ),
         ("--optimizer lion --bf16", "", {}),
@@ -56,7 +56,7 @@ def test_pipedream():
 def test_muon_on_tensor_parallel_ranks():
     """Orthogonalized whole, matrices give the losses of one rank, but for rounding that
     bf16 products enlarge."""
-    flags = (UNTIED, NO_BIAS, MUON, EXTRAPOLATE)
+    flags = (UNTIED, NO_BIAS, MUON, FEEDBACK)
     alone = run_pipeline(command(2, 4, "2bw", *flags), 2)
     split = "--tensor-model-parallel-size 2 --muon-tp-mode distributed"
     runs = run_pipeline(command(2, 4, "2bw", *flags, split), 4)
@@ -75,7 +75,7 @@ def test_a_skipped_step_skips_all_parts():
     flags = (UNTIED, MUON, "--bf16")
     rule = dict(factor=1.0, poison=3)
     _, expected = check_rule(
-        2, 3, *flags, own=EXTRAPOLATE, prepare=poison_and_skip, rule=rule
+        2, 3, *flags, own=FEEDBACK, prepare=poison_and_skip, rule=rule
     )
     assert expected.skipped == [0, 0, 0, 1, 0, 0]
 

@@ -177,10 +177,11 @@ SIZED = dict(
     global_batch_size=None, train_iters=8, step_batch_size_schedule="0:4 128:8 640:10"
 )
 COUNTS = (2, 2, 4, 4, 4, 4, 5, 5)
-BY_SIZE = dict(  # all microbatches are late, or two of four, or two of five
-    late=(2,) * 8,
-    factor=(1.5, 1.5, 0.75, 0.75, 0.75, 0.75, 0.65, 0.65),
-    gradient=(2, 2, 0.75, 0.75, 0.75, 0.75, 0.65, 0.65),
+HALF_LATE = "--two-bw-late 50% --two-bw-correction auto"
+BY_SIZE = dict(  # one of two microbatches is late, or two of four, or two of five
+    late=(1, 1, 2, 2, 2, 2, 2, 2),
+    factor=(0.75,) * 6 + (0.65,) * 2,
+    gradient=(0.75,) * 6 + (0.65,) * 2,
 )
 
 
@@ -189,10 +190,10 @@ BY_SIZE = dict(  # all microbatches are late, or two of four, or two of five
     "stages, flags, rule",
     [
         (2, "", {}),
-        (1, "--bf16 --two-bw-correction extrapolate", dict(factor=1.0)),
+        (1, "--bf16 --two-bw-correction 1", dict(factor=1.0)),
         (2, "--fp16 --eval-interval 3 --eval-iters 1", {}),
-        (2, "--two-bw-late-microbatches 2", dict(late=2)),
-        (2, "--bf16 --two-bw-correction auto --two-bw-sync-iterations 0", BY_SIZE),
+        (2, "--two-bw-late 2", dict(late=2)),
+        (2, f"--bf16 {HALF_LATE} --two-bw-sync-iterations 0", BY_SIZE),
     ],
     ids=["two", "corrected", "evaluated", "late", "auto"],
 )

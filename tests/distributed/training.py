@@ -59,6 +59,9 @@ def command(
         "--pipeline-schedule": schedule,
         "--global-batch-size": 2 * microbatches * width,
     }
+    if schedule == "2bw" and "--pipeline-schedule" not in words:  # the paper's rule
+        options["--two-bw-late"] = "all"
+        options["--two-bw-correction"] = "none"
     for name, value in changes.items():
         options["--" + name.replace("_", "-")] = value
     if "--fp16" not in words:  # else they have no effect

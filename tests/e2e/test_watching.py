@@ -79,7 +79,7 @@ def check(board: Values, lines: Values) -> None:
 
 def test_the_dashboard_shows_what_the_log_shows_and_the_trace_every_action(tmp_path):
     folder = tmp_path / "trace"
-    argv = command(2, 4, "2bw", **RUN, tensorboard_dir=tmp_path, two_bw_trace=folder)
+    argv = command(2, 4, "2bw", **RUN, tensorboard_dir=tmp_path, pipeline_trace=folder)
     lines = logged(forked(2, argv))
     check(tensorboard(tmp_path), lines)
     assert (folder / "timeline.png").stat().st_size > 1000

@@ -35,20 +35,22 @@ EXPERTS = (
 )
 MUON = "--optimizer muon --muon-tp-mode distributed"
 EVALUATION = "--log-interval 1 --eval-interval 3 --eval-iters 2 --split 90,10,0"
-EXTRAPOLATION = "--two-bw-correction extrapolate --two-bw-sync-iterations 2"
+EXTRAPOLATION = "--two-bw-correction 1 --two-bw-sync-iterations 2"
 FP16 = "--fp16 --train-iters 10 --initial-loss-scale 2097152 --hysteresis 1"
 SHORT = "--train-iters 3"
 CASES = {
     "untied": case(2, 2, UNTIED),
     "tied": case(2, 2),
     "one-stage": case(1, 2, UNTIED, width=2),
-    "sharded": case(2, 2, SHARDED, "--two-bw-gradient-slots shard", width=2),
+    "sharded": case(2, 2, SHARDED, "--two-bw-memory shard", width=2),
     "experts": case(2, 2, UNTIED, EXPERTS, SHARDED, width=2),
     "sharded-overlap": case(2, 2, SHARDED, "--overlap-grad-reduce", width=2),
     "tensor": case(2, 2, tensor=2, script=BERT),
     "muon": case(1, 2, UNTIED, MUON, tensor=2),
     "four-stages": case(4, 4),
-    "some-late": case(3, 4, "--num-layers 3 --two-bw-late-microbatches 2"),
+    "some-late": case(3, 4, "--num-layers 3 --two-bw-late 2"),
+    "one-late": case(3, 3, "--num-layers 3 --two-bw-late 1"),
+    "fewer-microbatches": case(3, 2, "--num-layers 3 --two-bw-late 1"),
     "extra-warmup": case(2, 3, UNTIED, "--two-bw-extra-warmup 1"),
     "more-extra-warmup": case(2, 4, UNTIED, "--two-bw-extra-warmup 2"),
     "uneven-extra-warmup": case(4, 8, UNTIED, "--two-bw-extra-warmup 0,2,0"),
@@ -58,7 +60,7 @@ CASES = {
     "saving": case(2, 2, "--save FOLDER --save-interval 4"),
     "tokens": case(2, 3, "--calculate-per-token-loss"),
     "extrapolation": case(2, 2, EXTRAPOLATION, "--train-iters 7"),
-    "host": case(2, 2, UNTIED, "--bf16 --two-bw-optimizer host", width=2),
+    "host": case(2, 2, UNTIED, "--bf16 --two-bw-memory host", width=2),
     "pipedream-flush": case(2, 3, SHORT, schedule="pipedream-flush"),
     "gpipe": case(2, 3, SHORT, schedule="gpipe"),
     "pipedream": case(2, 2, SHORT, UNTIED, schedule="pipedream"),

@@ -258,7 +258,7 @@ def test_the_planners_job_trains_and_scancel_does_not_queue_it_again(slurm, tmp_
         numbers.add(variables["RANK"])
     assert numbers == {"0", "1"} and "\n0: " in job.log()
     assert "Partition=named" in job.show()
-    assert "--two-bw-correction auto: " in job.log()
+    assert "microbatches late" in job.log()
     slurm.call("scancel", number)
     cancelled = "cancelled; saved: iteration "
     job.wait("cancelled", lambda: job.status()["reason"].startswith(cancelled))

@@ -22,10 +22,10 @@ SIZES = "--step-batch-size-schedule"
         (f"{SIZES}: Megatron", f"{SIZES} 0:8,64:4", 2, None, "2bw"),
         (f"{SIZES}: a batch of 7", f"{SIZES} 0:4,64:7", 2, None, "2bw"),
         ("argument --two-bw-sync", "--two-bw-sync-iterations 1.5%", 2, 2, "2bw"),
-        ("--two-bw-correction", "--two-bw-correction auto", 2, 2, "megatron"),
+        ("--two-bw-correction", "--two-bw-correction none", 2, 2, "megatron"),
         (
-            "--two-bw-correction-factor",
-            "--two-bw-correction extrapolate --two-bw-correction-factor 2.5",
+            "argument --two-bw-correction: 2.5",
+            "--two-bw-correction 2.5",
             2,
             2,
             "2bw",
@@ -91,7 +91,7 @@ def test_timers_that_wait_for_the_gpu_allow_one_more_forward_ahead(
 ):
     monkeypatch.setattr(cpu, "installed", lambda: False)
     flags = (
-        f"--two-bw-extra-warmup {extra} --timing-log-level {level} --two-bw-exchange "
+        f"--two-bw-extra-warmup {extra} --timing-log-level {level} --pipeline-exchange "
         f"{exchange} --transformer-impl local"
     )
     message = complaint(command(2, 6, "2bw", flags), 2)

@@ -122,7 +122,7 @@ def test_a_plan_is_a_whole_command(plan, tmp_path, capsys):
     content = json.loads(plan.read_text())
     first = content["plans"][0]
     expected = {*content["run"]["model"], *first["flags"]}
-    assert expected | {"--two-bw-correction", "--mock-data"} <= {*flags}
+    assert expected | {"--two-bw-late", "--mock-data"} <= {*flags}
     assert flags.count("--lr") == 1 and flags[flags.index("--lr") + 1] == "1e-3"
     first |= dict(tensor=2, context=2, depth=3, width=2)
     _, ranks = train.flags_of_plan(plan, content, "gpt", [])

@@ -14,9 +14,9 @@ import torch
 from megatron_2bw.base.portions import portions
 from megatron_2bw.mcore.correction import Correction
 from megatron_2bw.mcore.working_copy import resume_note
-from megatron_2bw.run.flags.correction_notes import GAPS, notes
-from megatron_2bw.run.flags.project_flags import add_flags
-from megatron_2bw.run.flags.resolve import START, adam_beta1, resolve
+from megatron_2bw.run.flags.correction_notes import GAPS, gap, most_late, notes
+from megatron_2bw.run.flags.project_flags import add_flags, translate
+from megatron_2bw.run.flags.resolve import START, resolve
 
 DOCS = Path(__file__).parents[2] / "docs"
 # Megatron's arguments that the flags of this project are resolved by
@@ -41,9 +41,7 @@ MEGATRONS = dict(
 )
 
 
-def arguments(
-    flags: str = "--two-bw-correction auto", **megatrons
-) -> argparse.Namespace:
+def arguments(flags: str = "", **megatrons) -> argparse.Namespace:
     words = f"--pipeline-schedule 2bw {flags}".split()
     own = add_flags(argparse.ArgumentParser()).parse_args(words)
     return argparse.Namespace(**vars(own) | MEGATRONS | megatrons)
@@ -70,63 +68,78 @@ def test_the_log_of_a_resumed_run_whose_first_weights_differ(
     assert resume_note(correction_of_checkpoint(saved), now) == text
 
 
+def test_the_line_of_a_run():
+    """One for each size of its batches: what the late microbatches gain, and what one
+    more step on the dial would."""
+    args = arguments(pipeline_model_parallel_size=8, world_size=8, seq_length=512)
+    args.step_batch_size_schedule = "0:16 128:64"
+    at_8k = GAPS["auto"][8192]
+    at_32k = GAPS["auto"][32768]
+    assert notes(args, resolve(args, 100).schedule) == [
+        "> 2bw: 2 of 8 microbatches late, 1.15 times as fast as 1F1B, "
+        f"measured gap {at_8k[0.25]:+.1f} % at 8,192 tokens a batch (--two-bw-late 7: "
+        f"1.88 times, measured gap {at_8k[0.875]:+.1f} % at 8,192 tokens a batch)",
+        "> 2bw: 8 of 32 microbatches late, 1.22 times as fast as 1F1B, "
+        f"measured gap {at_32k[0.25]:+.1f} % at 32,768 tokens a batch",
+    ]
+    plain = gap(8192, 1.0, corrected=False)
+    assert f"{GAPS['none'][8192]:+.1f} %" in plain
+
+
+def test_the_most_late_microbatches_for_a_gap(monkeypatch):
+    """Between measured shares the gap is on a line."""
+    monkeypatch.setitem(GAPS["auto"], 2048, {0: 0.0, 0.5: 0.0, 1: 1.0})
+    assert [most_late(2048, 8, most) for most in (0.1, 0.5, 1)] == [4, 6, 8]
+    assert most_late(2048, 1, 0.5) == 0
+
+
 @pytest.mark.parametrize(
-    "flags, schedule, expected",
+    "tokens, records",
     [
-        (
-            "",
-            None,
-            [
-                f"8,192 tokens a batch a small GPT's gap to vanilla's loss was {GAPS[8192][0]:+} %"
-            ],
-        ),
-        (
-            "--two-bw-correction auto",
-            "0:4 128:32",
-            [
-                "all microbatches of a batch of 4 samples are late; weights 1.5 updates",
-                "the first 4 of 16 microbatches of a batch of 32 samples are late; weights 0.5",
-            ],
-        ),
-        ("--two-bw-correction extrapolate", None, []),
+        (512, ["batch512", "dial512"]),
+        (2048, ["batch2k", "dial2k"]),
+        (8192, ["batch8k", "dial8k"]),
+        (32768, ["batch32k"]),
     ],
 )
-def test_a_run_has_a_line_for_each_size_of_its_batches(flags, schedule, expected):
-    args = arguments(flags, step_batch_size_schedule=schedule)
-    lines = notes(args, resolve(args, 100))
-    for line, words in zip(lines, expected, strict=True):
-        assert words in line
+def test_the_gaps_that_a_run_prints_are_those_of_the_records(tokens, records):
+    """The first record is older: its 2bw is the paper's, and the second replaces its
+    shares."""
+    gaps = {0: 0.0}
+    shares = {"quarter": 0.25, "half": 0.5, "all": 1.0}
+    for record in records:
+        content = json.loads((DOCS / f"convergence/{record}.json").read_text())
+        flags = content["flags"]
+        batch = int(flags[flags.index("--global-batch-size") + 1])
+        microbatches = batch // int(flags[flags.index("--micro-batch-size") + 1])
+        for row in content["summary"]:
+            variant = row["variant"]
+            percent = round(row["gap_percent"]["mean"], 1)
+            if variant == "2bw":
+                assert GAPS["none"][tokens] == percent
+            elif variant.startswith("late"):
+                gaps[int(variant.removeprefix("late")) / microbatches] = percent
+            elif variant in shares:
+                gaps[shares[variant]] = percent
+    assert GAPS["auto"][tokens] == gaps
 
 
-def test_the_gaps_that_a_run_prints_are_those_of_the_record():
-    for tokens, name in ((512, "512"), (2048, "2k"), (8192, "8k"), (32768, "32k")):
-        record = json.loads((DOCS / f"convergence/batch{name}.json").read_text())
-        gaps = {}
-        for row in record["summary"]:
-            gaps[row["variant"]] = round(row["gap_percent"]["mean"], 1)
-        variants = ("2bw", "all", "half", "quarter")
-        assert GAPS[tokens] == tuple(map(gaps.get, variants))
-
-
-AUTO = "--two-bw-correction auto"
-BY_HAND = "--two-bw-correction extrapolate"
+AUTO = "--two-bw-late all --two-bw-correction auto"
+FEEDBACK = "--two-bw-correction 1"
 
 
 @pytest.mark.parametrize(
     "flags, megatrons, expected",
     [
-        (AUTO, {}, Correction(1.5, 2.0)),
+        ("", {}, Correction(0.75, 0.75)),  # one of two microbatches is late
+        (AUTO, {}, Correction(1.25, 1.25)),
         (AUTO, dict(adam_beta1=0.5), Correction(0.5)),
-        (AUTO, dict(optimizer="muon", muon_scalar_optimizer="lion"), Correction(1.5)),
+        (AUTO, dict(optimizer="muon", muon_scalar_optimizer="lion"), Correction(1.25)),
         # 4 of 16 microbatches are late
-        (AUTO, dict(global_batch_size=32), Correction(0.5, 0.5)),
-        (AUTO, dict(global_batch_size=32, adam_beta1=0.4), Correction(0.1)),
-        (BY_HAND, {}, Correction(1.0)),
-        (
-            f"{BY_HAND} --two-bw-correction-factor 0.5 --two-bw-correction-gradient 3",
-            {},
-            Correction(0.5, 3.0),
-        ),
+        ("", dict(global_batch_size=32), Correction(0.5, 0.5)),
+        ("", dict(global_batch_size=32, adam_beta1=0.4), Correction(0.1)),
+        (FEEDBACK, {}, Correction(1.0)),
+        ("--two-bw-correction 0.5,3", {}, Correction(0.5, 3.0)),
     ],
 )
 def test_what_the_flags_stand_for(flags, megatrons, expected):
@@ -136,24 +149,37 @@ def test_what_the_flags_stand_for(flags, megatrons, expected):
 
 
 @pytest.mark.parametrize(
-    "flags, batch, expected",
+    "flags, late",
     [
-        ("", 4, 2),  # all
-        ("", 8, 2),  # one for each stage, half of a batch
-        ("", 16, 2),  # a quarter
-        ("", 64, 4),  # two for each stage
-        ("--two-bw-extra-warmup 1", 64, 6),
-        ("--two-bw-late-microbatches 7", 64, 7),
+        ("", (1, 1, 1, 2, 16)),  # a quarter, at least one
+        ("--two-bw-late 60%", (1, 1, 2, 4, 38)),
+        ("--two-bw-late 7", (1, 2, 4, 7, 7)),
+        ("--two-bw-late 0", (0, 0, 0, 0, 0)),
+        ("--two-bw-late all", (1, 2, 4, 8, 64)),
     ],
 )
-def test_how_many_microbatches_are_late(flags, batch, expected):
-    options = resolve(arguments(f"{AUTO} {flags}"), 100)
-    assert options.schedule.late(stages=2, microbatches=batch // 2) == expected
+def test_how_many_microbatches_are_late(flags, late):
+    schedule = resolve(arguments(flags), 100).schedule
+    assert tuple(map(schedule.late_of, (1, 2, 4, 8, 64))) == late
+    assert (resolve(arguments(flags), 100).correction is None) == (late[0] == 0)
 
 
-def test_the_largest_batch_decides_on_the_decay():
-    assert adam_beta1(arguments()) == 0.95
-    assert adam_beta1(arguments(step_batch_size_schedule="0:4 128:32")) == 0.9
+def test_flags_of_the_last_release():
+    """Their values pass to the flags that have replaced them, with a line for each."""
+    old = (
+        "--two-bw-late-microbatches 3 --two-bw-gradient-slots 1 --two-bw-exchange gloo "
+        "--two-bw-trace folder --two-bw-correction extrapolate "
+        "--two-bw-correction-gradient 2"
+    )
+    args = arguments(old, rampup_batch_size=None)
+    assert len(translate(args)) == 5
+    assert (args.two_bw_late, args.two_bw_memory) == (3, "one-slot")
+    assert (args.pipeline_exchange, args.pipeline_trace) == ("gloo", Path("folder"))
+    assert args.two_bw_correction == "1.0,2.0"
+    args = arguments("--two-bw-optimizer host", rampup_batch_size=None)
+    line = "> --two-bw-optimizer has another name now: --two-bw-memory host"
+    assert translate(args) == [line]
+    assert args.two_bw_memory == "host"
 
 
 def test_denominators_exist_for_a_few_elements_at_a_time():
@@ -169,11 +195,10 @@ def test_denominators_exist_for_a_few_elements_at_a_time():
     [
         ("--two-bw-sync-iterations 7", 1e-3, 1009, 7),
         ("--two-bw-sync-iterations 20%", 1e-3, 1009, 201),
-        (AUTO, 1e-3, 1009, 201),
-        (AUTO, 1e-3, 10**6, START),
-        (f"{AUTO} --two-bw-sync-iterations 0", 1e-3, 1009, 0),
-        (BY_HAND, 1e-3, 1009, 0),
-        (AUTO, 1e-4, 1009, 0),
+        ("", 1e-3, 1009, 201),
+        ("", 1e-3, 10**6, START),
+        (FEEDBACK, 1e-3, 1009, 0),
+        ("", 1e-4, 1009, 0),
     ],
 )
 def test_the_length_of_a_synchronous_start(flags, lr, iterations, expected):

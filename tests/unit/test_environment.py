@@ -29,8 +29,8 @@ def none_set(monkeypatch):
         (1, 2, "2bw", {}, True),  # the late step's collectives
         (1, 1, "2bw", {}, False),
         (1, 2, "pipedream-flush", {}, False),
-        (2, 2, "2bw", {"two_bw_exchange": "gloo"}, True),
-        (2, 2, "gpipe", {"two_bw_exchange": "gloo"}, False),
+        (2, 2, "2bw", {"pipeline_exchange": "gloo"}, True),
+        (2, 2, "gpipe", {"pipeline_exchange": "gloo"}, False),
         (2, 2, "2bw", {"distributed_backend": "gloo"}, False),
     ],
 )
@@ -82,7 +82,7 @@ def test_a_hardware_queue_for_each_stream(flags, expected, monkeypatch):
     [
         ("2bw", 2, 1, {}, "4"),
         ("2bw", 1, 1, {}, None),
-        ("2bw", 2, 1, {"two_bw_exchange": "gloo"}, None),
+        ("2bw", 2, 1, {"pipeline_exchange": "gloo"}, None),
         ("2bw", 2, 1, {"distributed_backend": "gloo"}, None),
         ("2bw", 2, 2, {"transformer_impl": "transformer_engine"}, None),
         ("megatron", 2, 1, {}, None),

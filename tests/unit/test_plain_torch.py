@@ -98,7 +98,7 @@ def test_no_timing_changes_a_bit(data):
     of_reference = {}
     if name == "2bw":
         of_reference["sync_iterations"] = draw(0, 1, 2, 3)
-        options["gradient_slots"] = draw(1, 2)
+        options["memory"] = draw("one-slot", "two-slots")
         if stages > 1:
             options["extra_warmup"] = draw((), (1,), (2,))
     if name == "gpipe":
@@ -106,7 +106,7 @@ def test_no_timing_changes_a_bit(data):
     microbatches = draw(1, 2, 3, 4, 5, 6, 7)
     shape = Shape(stages, microbatches, 0, draw(1, 2, 3, 4, 5))
     if name == "2bw":
-        of_reference["late_microbatches"] = draw(None, *range(microbatches))
+        of_reference["late"] = draw("all", *range(microbatches + 1))
     skipped = data.draw(st.sets(st.integers(0, 4), max_size=2))
     seed = data.draw(st.integers(0, 1 << 30))
     schedule = schedule_of(name, **options, **of_reference)

@@ -257,7 +257,7 @@ def test_a_row_holds_any_plan(tmp_path):
         layers=10,
         recompute="full",
         schedule="2bw",
-        gradient_slots=1,
+        memory="one-slot",
         distributed_optimizer=1,
     )
     cells |= dict(
@@ -265,6 +265,7 @@ def test_a_row_holds_any_plan(tmp_path):
         last=4,
         extra_warmup="1 0 2",
         corrected=1,
+        late=3,
         recompute_layers=2,
         memory_gib=1.5,
         tied=0,
@@ -277,9 +278,10 @@ def test_a_row_holds_any_plan(tmp_path):
     run, *others = read_runs(table(tmp_path / "runs.csv", ROW | cells, *others))
     ends = dict(first=2, last=4, extra_warmup=(1, 0, 2))
     choices = dict(
-        gradient_slots=1,
+        memory="one-slot",
         distributed_optimizer=True,
         corrected=True,
+        late=3,
         recompute_layers=2,
     )
     assert run.plan == Plan(1, 4, 2, 2, 8, "full", **ends, **choices)
@@ -321,10 +323,10 @@ num_layers 10, hidden_size 1024, num_attention_heads 16, seq_length 512, vocab_s
 kv_channels 64, group_query_attention True, num_query_groups 4, swiglu True, normalization RMSNorm,
 position_embedding_type rope, untie_embeddings_and_output_weights True, add_bias_linear False, hidden_dropout 0.0,
 attention_dropout 0.0, tensor_model_parallel_size 1, pipeline_model_parallel_size 4, data_parallel_size 2,
-micro_batch_size 2, global_batch_size 32, pipeline_schedule 2bw, two_bw_gradient_slots 1, two_bw_correction auto,
+micro_batch_size 2, global_batch_size 32, pipeline_schedule 2bw, two_bw_memory one-slot, two_bw_late 25%,
 decoder_first_pipeline_num_layers 2, decoder_last_pipeline_num_layers 4, use_distributed_optimizer True,
 virtual_pipeline_model_parallel_size None, recompute_granularity None, context_parallel_size 1, bf16 True,
-transformer_impl transformer_engine, attention_backend AttnBackend.auto
+two_bw_correction auto, transformer_impl transformer_engine, attention_backend AttnBackend.auto
 """.split(",")
 ) | {"two_bw_extra_warmup": (1, 0, 2)}
 
@@ -362,13 +364,13 @@ def test_the_log_of_a_run_is_a_run(tmp_path):
         "run", 10, 1024, 16, 1000, 512, ffn=2816, groups=4, **options
     )
     choices = dict(
-        gradient_slots=1,
+        memory="one-slot",
         distributed_optimizer=True,
         first=2,
         last=4,
         extra_warmup=(1, 0, 2),
     )
-    assert run.plan == Plan(1, 4, 2, 2, 8, corrected=True, **choices)
+    assert run.plan == Plan(1, 4, 2, 2, 8, late=2, corrected=True, **choices)
     assert (run.seconds, run.precision, run.flash, run.memory) == (
         0.505,
         "bf16",
@@ -383,8 +385,8 @@ def test_the_log_of_a_run_is_a_run(tmp_path):
     )
     for overlap, schedule in ((True, "megatron"), (False, "pipedream-flush")):
         plain = dict(
-            two_bw_gradient_slots=2,
-            two_bw_correction="none",
+            two_bw_memory="two-slots",
+            two_bw_late="all",
             pipeline_schedule="megatron",
         )
         text = log(

@@ -132,7 +132,7 @@ def test_a_plan_is_printed_and_files_that_are_asked_for_appear(call, tmp_path):
     )
     assert ended.status == 0
     assert ended.errors == []
-    table = ended.out.split("\n\n")[1].splitlines()
+    table = ended.out.split("\n\n")[2].splitlines()
     # The three are a tie.
     assert [line.split()[0] for line in table if re.match(r"\s*(1=|[123])\s+\S", line)][
         :3
@@ -168,8 +168,8 @@ def test_a_plan_is_printed_and_files_that_are_asked_for_appear(call, tmp_path):
         ),
         ("--no-distributed-optimizer", dict(distributed_optimizer={False})),
         (
-            "--schedules 2bw --no-extrapolate --gradient-slots 1",
-            dict(corrected={False}, gradient_slots={1}),
+            "--schedules 2bw --max-gap 100 --two-bw-memory one-slot",
+            dict(corrected={True}, memory={"one-slot"}),
         ),
         ("--max-global-batch-size 8 --micro-batch-size 1", dict(global_batch={8})),
     ],
@@ -201,11 +201,11 @@ def test_plans_leave_memory_free_if_any_does(call, plans):
         plans(words)[0]["headroom"] >= SPARE * clusters.GPUS["A10"].memory_gib * 2**30
     )
     tight = (
-        "--schedules 2bw --gradient-slots 2 --recompute none --micro-batch-size 2 "
+        "--schedules 2bw --two-bw-memory two-slots,shard --recompute none --micro-batch-size 2 "
         "--tensor-model-parallel-size 1"
     )
     words = (
-        f"{words} {tight} --pipeline-model-parallel-size 8 --no-host-optimizer "
+        f"{words} {tight} --pipeline-model-parallel-size 8 --max-gap 100 "
         "--context-parallel-size 1"
     )
     for length, said in (
@@ -265,7 +265,7 @@ def test_parts_of_sequences_are_planned_on_request_and_where_nothing_else_fits(c
         "--model llama-8b --cluster hgx-h200 --max-global-batch-size 8 "
         "--tensor-model-parallel-size 1 --top 1 "
     )
-    words += "--pipeline-model-parallel-size 1 --schedules 2bw"
+    words += "--pipeline-model-parallel-size 1 --schedules 2bw --max-gap 100"
     found = call(words, "--seq-length 131072")
     assert found.status == 0
     assert len(found.errors) == 1

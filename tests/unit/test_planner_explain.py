@@ -64,7 +64,7 @@ def tight() -> Result:
 @pytest.fixture(scope="module")
 def apart() -> Result:
     """Two servers: every column of the table has more than one value."""
-    return searched(GPT, clusters.preset("p3.16xlarge", 2), 70, 12, corrected=True)
+    return searched(GPT, clusters.preset("p3.16xlarge", 2), 70, 12, max_gap=100)
 
 
 @pytest.fixture(params=["small", "tight", "apart"])
@@ -106,45 +106,23 @@ def is_shown(text: str, number: float, unit: str = "") -> bool:
 
 def test_every_number_of_the_table_is_the_estimates(result):
     plans, times = table(result).split("\n\n")
-    model = result.cost.model
     estimates = result.estimates
-    for rank, row in enumerate(rows(plans, "#"), 1):
-        estimate = estimates[rank - 1]
+    for estimate, row in zip(estimates, rows(plans, "#"), strict=True):
         plan = estimate.plan
-        assert row["#"] == str(rank)
-        assert row["schedule"] == plan.schedule_name
-        assert row["recompute"] == plan.recompute_name
-        assert row["optim."] == ("sharded" if plan.distributed_optimizer else "whole")
-        assert row["ranks"] == ("pp-dp" if plan.pipeline_inside else "dp-pp")
         sizes = (plan.tensor, plan.depth, plan.width, plan.microbatch)
-        numbers = dict(zip("tdwb", sizes))
-        numbers |= {"m": plan.microbatches, "batch": plan.global_batch}
-        for column, number in numbers.items():
+        assert row["schedule"] == plan.schedule_name
+        for column, number in zip("tdwbm", (*sizes, plan.microbatches)):
             assert row[column] == str(number)
-        # Algorithm 1: g = B / (N b), where one GPU is one stage of one pipeline.
-        gpus = plan.width * plan.depth
-        assert is_shown(row["g"], plan.global_batch / (gpus * plan.microbatch))
-        layers = plan.layers_of(model)
-        named = [*map(int, row["layers"].split("/"))]
-        assert set(named) == set(layers)
-        assert len(named) == 1 or len({*layers}) > 1
         assert is_shown(row["samples/s"], estimate.throughput)
-        each = estimate.throughput / result.cost.cluster.gpus
-        assert is_shown(row["tok/s/GPU"], each * model.sequence)
-        assert is_shown(row["TF/s/GPU"], each * model.sample_flops() / 1e12)
-    assert rank == len(estimates)
     for row, estimate in zip(rows(times, "#"), estimates, strict=True):
         assert is_shown(row["iteration"], estimate.seconds, " s")
         for term in TERMS:
             share = getattr(estimate.split, term) / estimate.seconds
             assert is_shown(row[term], 100 * share, " %")
-        heaviest = max(stage.total for stage in estimate.memory)
-        assert is_shown(row["heaviest"], heaviest / GIB, " GiB")
-        headroom = estimate.capacity - heaviest
-        assert is_shown(row["headroom"], headroom / GIB, " GiB")
+        assert is_shown(row["heaviest"], estimate.heaviest / GIB, " GiB")
 
 
-# --- the reason
+# --- the first lines
 # --------------------------------------------------------------------------------------
 
 
@@ -170,50 +148,21 @@ def test_the_first_lines_are_the_plan_and_what_2bw_gains_and_costs(result):
     ratio = found[0].throughput / found[1].throughput
     assert f"{named[0]} is {ratio:.2f} times as fast as {named[1]}. " in text
     plan = found[0].plan
-    exact = dict(
-        schedule="pipedream-flush",
-        gradient_slots=2,
-        corrected=False,
-        extra_warmup=(),
-    )
-    pairs = zip(found[0].memory, result.cost.estimate(plan.changed(**exact)).memory)
-    stage, without = max(pairs, key=lambda pair: pair[0].total)
-    more = stage.weights + stage.gradients - without.weights - without.gradients
-    even = f"1 + (d - 1)/m, {1 + (plan.depth - 1) / plan.microbatches:.2f} here"
-    assert (even if plan.depth > 1 else "One stage has no bubble to gain") in text
-    slot = {2: " and gradient slot", "shard": " and a gradient shard"}.get(
-        plan.gradient_slots, ""
-    )
-    assert f"one more weight version{slot} ({more / GIB:.2f} GiB)" in text
-    copy = (
-        f"copy of the weights ({(stage.optimizer - without.optimizer) / GIB:.2f} "
-        "GiB), and a delay"
-    )
-    assert (copy in text) == plan.corrected
+    late = plan.pipeline.late_of(plan.microbatches)
+    assert f"{late} of {plan.microbatches} microbatches are late" in text
 
 
 def test_the_rivals_are_the_best_of_every_other_schedule(result):
-    winner, *rivals = [result.estimates[0], *result.rivals]
-    shape = (winner.plan.tensor, winner.plan.depth, winner.plan.width)
-    assert (rivals[0].plan.tensor, rivals[0].plan.depth, rivals[0].plan.width) != shape
-    for schedule in set(result.space.schedules) - {winner.plan.schedule}:
-        plans = (
-            plan
-            for _, plan in Search(
-                result.cost, replace(result.space, schedules=(schedule,))
-            )
-        )
-        # where one stage is Megatron's
-        if any(estimate.plan.schedule == schedule for estimate in result.estimates):
-            plans = (
-                plan
-                for plan in plans
-                if plan.depth > 1 or schedule in ("2bw", "megatron")
-            )
-        rate = result.cost.estimate(next(plans)).throughput
-        assert rate in [
-            rival.throughput for rival in rivals if rival.plan.schedule == schedule
-        ]
+    found = {rival.plan.schedule: rival.throughput for rival in result.rivals}
+    winner = result.estimates[0].plan.schedule
+    assert found.keys() == set(result.space.schedules) - {winner}
+    for schedule, rate in found.items():
+        space = replace(result.space, schedules=(schedule,))
+        plans = [plan for _, plan in Search(result.cost, space)]
+        # on one stage others are Megatron's
+        several = [plan for plan in plans if plan.depth > 1]
+        best = [result.cost.estimate(each[0]) for each in (plans, several)]
+        assert rate in [estimate.throughput for estimate in best]
 
 
 def test_faster_plans_that_may_fit_are_told_and_never_first():
@@ -253,7 +202,7 @@ def failed(
 
 def test_where_nothing_fits_the_memory_that_is_named_suffices():
     model = PRESETS["gpt-28.3b"]
-    space = Space(16, host=False)
+    space = Space(16, memory=("two-slots", "one-slot", "shard"))
     text, cost, search = failed(model, P3, space)
     plan = min(search.too_large, key=cost.gpu_bytes)
     need = cost.memory.heaviest(plan) / GIB

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 GPT = PRESETS["gpt-355m"]
 P3 = clusters.preset("p3.16xlarge", 1)
 H100 = clusters.preset("dgx-h100", 2)
-LINE = Plan(1, 4, 2, 4, 8, corrected=True)
+LINE = Plan(1, 4, 2, 4, 8, late=2, corrected=True)
 SQUARE = Plan(
     2,
     4,
@@ -45,7 +45,7 @@ STUB = '#!/bin/bash\nprintf "%s\\n" "$0" "$@" > words\n'
 CASES = [
     pytest.param(LINE, GPT, P3, "fp16", id="gpt"),
     pytest.param(
-        replace(LINE, schedule="megatron", virtual=3, corrected=False),
+        replace(LINE, schedule="megatron", virtual=3, late=None, corrected=False),
         GPT,
         P3,
         "bf16",
@@ -139,7 +139,6 @@ def test_megatrons_parser_and_this_projects_checks_read_the_plan(
     saved = str(tmp_path / "checkpoints" / "job") if kind == "job.sbatch" else None
     assert args.save == args.load == saved
     assert args.exit_signal_handler == (kind == "job.sbatch")
-    assert args.two_bw_correction == ("auto" if plan.corrected else "none")
 
 
 def options(words: list[str]):
@@ -156,14 +155,6 @@ def test_torchrun_takes_the_options(tmp_path):
     seen = options(words)
     assert (seen.nnodes, seen.nproc_per_node, seen.node_rank) == ("2", "8", 1)
     assert (seen.master_addr, seen.master_port) == ("first", 29500)
-    words, _ = words_of(written("run.sh")[0], tmp_path, MASTER_PORT="1234")
-    seen = options(words)
-    assert (seen.nnodes, seen.node_rank, seen.master_addr, seen.master_port) == (
-        "1",
-        0,
-        "localhost",
-        1234,
-    )
 
 
 def test_torchrun_takes_the_options_of_the_job(tmp_path):

@@ -69,7 +69,7 @@ CASES = [
     ("--seq-length is no multiple", dict(sequence=510, context=2)),
     ("--expert-model-parallel-size does not", dict(experts=6, expert=4, tensor=1)),
     ("the stages do not share", dict(stages=(8, 7, 6, 4))),
-    ("--global-batch-size gives too few", dict(microbatches=5, extra_warmup=(0, 2, 0))),
+    ("--global-batch-size gives too few", dict(microbatches=0)),
     ("virtual stages do not divide", dict(virtual=4, schedule="megatron")),
     ("the GPU has no bf16", dict(bf16=False)),
     ("pipedream with fp16", dict(tied=False, precision="fp16", schedule="pipedream")),
@@ -192,14 +192,19 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
         expected[ARGUMENTS[name]] = getattr(plan, name) or None
     extra = plan.extra if any(plan.extra) else ()
     full = plan.recompute == "full"
+    late = "25%"  # by default
+    if plan.schedule == "2bw":
+        late = "all" if plan.late is None else plan.late
     two_bytes = plan.grad_reduce_in_bf16
     expected |= {
         "virtual_pipeline_model_parallel_size": plan.virtual
         if plan.virtual > 1
         else None,
-        "two_bw_correction": "auto" if plan.corrected else "none",
+        "two_bw_correction": "none"
+        if plan.schedule == "2bw" and not plan.corrected
+        else "auto",
         "two_bw_extra_warmup": extra[:1] if len(set(extra)) == 1 else extra,
-        "two_bw_late_microbatches": None,
+        "two_bw_late": late,
         "fp16": precision == "fp16",
         "bf16": precision == "bf16",
         "grad_reduce_in_bf16": two_bytes,

@@ -96,9 +96,9 @@ def test_bytes_a_parameter(precision, whole, divided, version, slot, width):
     flush = replace(FLUSH, width=width, distributed_optimizer=True)
     assert sum(memory.a_parameter(flush, 1)) == approx(sharded, rel=1e-15)
     late = replace(flush, schedule="2bw")
-    for slots in (1, 2):
-        expected = sharded + version + (slots - 1) * slot
-        size = sum(memory.a_parameter(replace(late, gradient_slots=slots), 2))
+    for name, slots in (("one-slot", 0), ("two-slots", 1), ("shard", 1 / width)):
+        expected = sharded + version + slots * slot
+        size = sum(memory.a_parameter(replace(late, memory=name), 2))
         assert size == approx(expected, rel=1e-15)
 
 
@@ -322,7 +322,7 @@ def test_the_heaviest_stage_is_the_heaviest_of_all(case, flash):
 def test_the_optimizer_in_host_memory():
     """In bf16: two versions and one gradient slot on the GPU; 4 + 4 + 8 + 2 bytes on
     the host, by the replicas."""
-    plan = Plan(1, 2, 4, 1, 8, host=True, distributed_optimizer=True)
+    plan = Plan(1, 2, 4, 1, 8, memory="host", distributed_optimizer=True)
     memory = Memory(GPT, "bf16", flash=True)
     assert memory.a_parameter(plan, 2) == (4, 4, 0)
     largest = max(

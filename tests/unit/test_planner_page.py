@@ -55,10 +55,10 @@ def best_plan(cost: Cost, space: Space, rate: float) -> Estimate:
 
 
 def test_the_example_is_the_plan_of_today():
-    servers = int(re.search(r"GPUs stay idle: .* \(--servers (\d+) ", PAGE)[1])
+    part = re.search(r"\(--servers (\d+) --gpus-per-server (\d+)\)", PAGE)
     cost = Cost(
         model.preset("gpt-2.2b"),
-        cluster.preset("p3.16xlarge", servers),
+        cluster.preset("p3.16xlarge", 8).part(*map(int, part.groups())),
         "fp16",
         spare=SPARE,
         torch_adam=True,
@@ -68,7 +68,7 @@ def test_the_example_is_the_plan_of_today():
     )
     best = best_plan(
         cost,
-        Space(512, corrected=True),
+        Space(512, max_gap=0.1),
         float(re.search(r"([\d.]+) samples/s", line)[1]),
     )
     sizes = f"{best.heaviest / GIB:.2f} GiB of {best.capacity / GIB:.2f} allowed"

@@ -9,15 +9,12 @@ from operator import attrgetter
 from matplotlib.collections import PolyCollection
 from pytest import approx
 
-from megatron_2bw.schedules import SCHEDULES, Shape
-from megatron_2bw.schedules.interleaved import Interleaved
 from megatron_2bw.tools.planner.cost.memory import GIB
 from megatron_2bw.tools.planner.cost.simulated import Cost
 from megatron_2bw.tools.planner.descriptions import cluster, model
 from megatron_2bw.tools.planner.descriptions.plan import Plan
 from megatron_2bw.tools.planner.tell import report
-from megatron_2bw.tools.timelines import picture
-from megatron_2bw.tools.timelines.simulator import Event, Times, makespan, simulate
+from megatron_2bw.tools.timelines.simulator import Event
 
 COST = Cost(model.preset("gpt-355m"), cluster.preset("p3.16xlarge", 1), "fp16")
 PLANS = [
@@ -98,30 +95,3 @@ def test_the_page_of_a_report_has_each_plan_once_and_the_simulated_timeline(tmp_
             assert timeline["shown"]["starts"][stage] == approx(starts)
     # one file
     assert "src=" not in re.sub(r'id="report">.*?</script>', "", html, flags=re.DOTALL)
-
-
-def test_drawing_of_chunks_and_of_unequal_stages(tmp_path, monkeypatch):
-    """Each chunk has its own colour and letter; stages have their own lengths; a
-    shorter timeline keeps the axis."""
-    times = Times([2.0, 4.0], [4.0, 4.0])
-    long = Shape(2, 2, 0, 2)
-    chunks = (Interleaved(2), long)
-    figures = []
-    monkeypatch.setattr(
-        picture, "write_figure", lambda _, figure: figures.append(figure)
-    )
-    timelines = [chunks, (SCHEDULES["gpipe"], Shape(2, 2, 0, 1))]
-    picture.draw_shapes(timelines, tmp_path / "chunks.png", times)
-    upper, lower = figures[0].axes
-    assert (
-        upper.get_xlim() == lower.get_xlim() == (0, makespan(simulate(*chunks, times)))
-    )
-    assert "(forward 2 to 4, backward 4)" in lower.get_xlabel()
-    texts = {text.get_text() for text in upper.texts}
-    assert texts == {"1A", "2A", "3A", "4A", "1B", "2B", "3B", "4B"}
-    faces = set()
-    for collection in upper.collections:
-        if len(collection.get_paths()):
-            faces |= {*map(tuple, collection.get_facecolors())}
-    assert len(faces) == 2 * 2 * 2  # batches, kinds, chunks
-    assert {*bars(lower)} == {(1, 2.0), (1, 4.0), (0, 4.0)}

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from megatron_2bw.run.flags.correction_notes import percent_of
 from megatron_2bw.schedules import Shape
 from megatron_2bw.tools.planner.cost.communication import layout
 from megatron_2bw.tools.planner.cost.simulated import Cost
@@ -121,7 +122,7 @@ def everything(cost: Cost, space: Space) -> Iterator[Plan]:
         ]
         # with others two are illegal, so all are
         chunks = {"megatron": (1, *(space.virtual or range(2, layers + 1)))}
-        for microbatch, (schedule, virtual), slots, distributed, inside, (
+        for microbatch, (schedule, virtual), memory, distributed, inside, (
             stages,
             kind,
         ) in itertools.product(
@@ -131,14 +132,14 @@ def everything(cost: Cost, space: Space) -> Iterator[Plan]:
                 for name in space.schedules
                 for count in chunks.get(name, (1, 2))
             ],
-            {2, *space.gradient_slots},
+            {"two-slots", "one-slot"},
             space.distributed_optimizer,
             space.pipeline_inside,
             split_kinds,
         ):
             even = len(set(stages)) == 1
             if (not even and not space.uneven) or (
-                schedule == "2bw" and slots not in space.gradient_slots
+                memory not in (space.memory if schedule == "2bw" else "two-slots")
             ):
                 continue
             microbatches = space.batch // (microbatch * width)
@@ -153,7 +154,7 @@ def everything(cost: Cost, space: Space) -> Iterator[Plan]:
             kind = kind | dict(
                 schedule=schedule,
                 virtual=virtual,
-                gradient_slots=slots,
+                memory=memory,
                 first=first,
                 last=last,
             )
@@ -164,20 +165,35 @@ def everything(cost: Cost, space: Space) -> Iterator[Plan]:
             )
             kind |= dict(context=context, expert=expert)
             plan = Plan(tensor, depth, width, microbatch, microbatches, **kind)
-            if legal(cost, plan):
-                plan = leaner(cost, space, in_rounds(cost, plan))
+            if not legal(cost, plan):
+                continue
+            for late in with_late(cost, space, plan):
+                plan = leaner(cost, space, in_rounds(cost, late))
                 yield plan
                 yield from further_ahead(cost, plan) if space.extra_warmup else ()
 
 
+def with_late(cost: Cost, space: Space, plan: Plan) -> Iterator[Plan]:
+    """The plan with each number of late microbatches whose gap is small enough."""
+    if plan.schedule != "2bw" or space.max_gap is None:
+        yield plan
+        return
+    tokens = plan.global_batch * cost.model.sequence
+    for late in range(1, plan.microbatches + 1):
+        if percent_of(tokens, late / plan.microbatches) <= space.max_gap:
+            yield replace(plan, late=late, corrected=True)
+
+
 def leaner(cost: Cost, space: Space, plan: Plan) -> Plan:
     """What Search does where a plan of 2bw with two gradient slots does not fit."""
-    if (plan.schedule, plan.gradient_slots) != ("2bw", 2) or cost.fits(plan):
+    if (plan.schedule, plan.memory) != ("2bw", "two-slots") or cost.fits(plan):
         return plan
-    shard = replace(plan, gradient_slots="shard")
+    shard = replace(plan, memory="shard")
     if legal(cost, shard) and cost.fits(shard):
         return shard
-    return replace(plan, host=True) if space.host and cost.host_holds(plan) else plan
+    if "host" in space.memory and cost.host_holds(plan):
+        return replace(plan, memory="host")
+    return plan
 
 
 def in_rounds(cost: Cost, plan: Plan) -> Plan:
@@ -214,7 +230,7 @@ def further_ahead(cost: Cost, plan: Plan) -> Iterator[Plan]:
         if not any(extra):
             return
         variant = replace(plan, extra_warmup=extra)
-        if legal(cost, variant) and cost.fits(variant):
+        if d + sum(extra) <= plan.microbatches and cost.fits(variant):
             yield variant
             return
 
@@ -315,7 +331,7 @@ SPACES = {
     ),
     "even splits, pipeline inside": (
         Cost(tiny(8), slow(2, 4), "bf16"),
-        Space(32, uneven=False, pipeline_inside=(True,), gradient_slots=(1,)),
+        Space(32, uneven=False, pipeline_inside=(True,), memory=("one-slot",)),
     ),
 }
 
@@ -359,6 +375,19 @@ def test_the_search_finds_the_best_of_each_key(enumerated):
     assert {key(plan): seconds for seconds, plan in found} == fastest
     assert len(found) == len(fastest)
     assert [seconds for seconds, _ in found] == sorted(fastest.values())
+
+
+def test_the_search_has_the_best_number_of_late_microbatches_within_a_gap():
+    cost = Cost(tiny(8), slow(2), "bf16")
+    space = Space(24, ("2bw",), microbatch=(1, 2), recompute=("none",), max_gap=0.1)
+    fastest: dict[tuple, float] = {}
+    for plan in everything(cost, space):
+        seconds = sample_seconds(cost, plan) if cost.fits(plan) else math.inf
+        fastest[key(plan)] = min(seconds, fastest.get(key(plan), math.inf))
+    found = {key(plan): seconds for seconds, plan in Search(cost, space)}
+    assert found == {
+        place: pytest.approx(best, rel=1e-3) for place, best in fastest.items()
+    }
 
 
 # --- all splits of the layers

@@ -40,7 +40,7 @@ def ask(question: str, name: str, **given) -> dict:
 
 MORE = {
     "gpipe": schedule_of("gpipe", gpipe_round=4),
-    "2bw-one-slot": TwoBW(1),
+    "2bw-one-slot": TwoBW(memory="one-slot"),
     "2bw-extra-warmup": TwoBW(extra_warmup=(1,)),
     "2bw-sync-start": TwoBW(sync_iterations=2),
     "megatron-interleaved": Interleaved(2),

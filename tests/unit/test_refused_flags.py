@@ -29,7 +29,7 @@ ASKED = {
         save="checkpoints",
         ckpt_format="torch_dist",
     ),
-    "--two-bw-optimizer": dict(optimizer="muon", two_bw_optimizer="host"),
+    "--two-bw-memory": dict(optimizer="muon", two_bw_memory="host"),
     "--moe-router-load-balancing-type": "quantile_balancing",
     UNTIED: False,
 }

@@ -19,16 +19,16 @@ ROOT = Path(__file__).parents[2]
 # Tokens of the *.py at most: names, operators, numbers, and strings but docstrings.
 # Lines would reward packed code.
 TOKENS = {
-    "megatron_2bw/base": 3655,
-    "megatron_2bw/schedules": 4464,
+    "megatron_2bw/base": 3942,
+    "megatron_2bw/schedules": 4433,
     "megatron_2bw/engine": 7894,
     "megatron_2bw/mcore": 27520,
-    "megatron_2bw/run": 21281,
-    "megatron_2bw/tools/planner": 36820,
-    "megatron_2bw/tools": 75028,
-    "megatron_2bw": 140391,
-    "scripts bench": 33914,
-    "tests": 141433,
+    "megatron_2bw/run": 21351,
+    "megatron_2bw/tools/planner": 36697,
+    "megatron_2bw/tools": 74690,
+    "megatron_2bw": 140379,
+    "scripts bench": 33901,
+    "tests": 141390,
 }
 DOCS = 2900  # lines of docs/*.md
 

@@ -16,7 +16,7 @@ ALLOWED = """
 [exiting program at iteration 3] datetime: 2026-11-23 04:21:34.057739
 WARNING: could not find the metadata file out/latest_checkpointed_iteration.txt
 > 2bw: starts from iteration 12 with both weight versions of the checkpoint
-> --two-bw-trace: wrote out/trace.json
+> --pipeline-trace: wrote out/trace.json
 pretrain_gpt_2bw.py: error: --lr 0: above 0
 pretrain_gpt_2bw.py: rank 1 ends: another rank has ended
 [rank0]: ValueError: why

@@ -172,7 +172,7 @@ def test_one_gradient_slot_waits_for_reduce_and_step(stages, microbatches):
     alone = microbatches * 3 + (stages - 1) * 2 - 1
     for reduce, step in [(0, 0), (1, 0), (0, 2), (3, 0.5)]:
         times = Times(1, 2, reduce=reduce, step=step)
-        found = iteration_time(TwoBW(1), stages, microbatches, times)
+        found = iteration_time(TwoBW(memory="one-slot"), stages, microbatches, times)
         assert found == alone + reduce + step
 
 
@@ -208,8 +208,8 @@ def test_interleaved(virtual, stages, groups):
 # --------------------------------------------------------------------------------------
 
 EVERY = [
-    TwoBW(2),
-    TwoBW(1),
+    TwoBW(),
+    TwoBW(memory="one-slot"),
     *(SCHEDULES[n] for n in ("pipedream-flush", "gpipe", "no-pipelining", "pipedream")),
     *(schedule_of("gpipe", gpipe_round=size) for size in (1, 3, 16)),
     Interleaved(2),
@@ -250,7 +250,7 @@ def test_iteration_time_is_the_rate_of_many(schedule):
     """Exactly, where every batch waits for the step of the last; without that messages
     of several batches can keep a rhythm of more than the iterations that are measured,
     which is small as long as messages are short."""
-    exact = schedule.flushes or getattr(schedule, "gradient_slots", 2) == 1
+    exact = schedule.flushes or schedule.memory == "one-slot"
     for number in range(12):
         stages, microbatches, times = random_case(schedule, number, 3)
         events = simulate(schedule, Shape(stages, microbatches, 0, 40), times)

@@ -144,15 +144,16 @@ def flags_of(
 def test_flags_of_a_model():
     model = PRESETS["bert-2.2b"]
     text = " ".join(model.flags())
-    text += """ --pipeline-schedule 2bw --tensor-model-parallel-size 1
- --pipeline-model-parallel-size 16 --micro-batch-size 1 --global-batch-size 16
- --two-bw-correction auto""".replace("\n", "")
+    text += """ --tensor-model-parallel-size 1
+ --pipeline-model-parallel-size 16 --micro-batch-size 1 --global-batch-size 16""".replace(
+        "\n", ""
+    )
     first = " ".join(training.flags())
     data = "--mock-data --tokenizer-type NullTokenizer --vocab-size 30522"
     found = flags_of("bert", model.name, "", "bf16")
-    assert found == f"{text} --bf16 {first} {data}"
+    assert found == f"{text} --bf16 --pipeline-schedule 2bw {first} {data}"
     found = flags_of("bert", model.name, "", "fp32", "--data-path 'my text'")
-    assert found == f"{text} {first} --data-path my text"
+    assert found == f"{text} --pipeline-schedule 2bw {first} --data-path my text"
 
 
 @pytest.fixture

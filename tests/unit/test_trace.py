@@ -143,7 +143,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, capsys):
     )
     for _ in range(2):
         writer.write(records_of(0, Shape(1, 1, 0, 2)))
-    line = "> --two-bw-trace: trace ends here: No space left on device\n"
+    line = "> --pipeline-trace: trace ends here: No space left on device\n"
     assert capsys.readouterr().err == line
 
 

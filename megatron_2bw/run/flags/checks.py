@@ -28,7 +28,7 @@ def transformer_engine(args: Args) -> str | None:
     if args.distributed_backend == "gloo" and args.pipeline_model_parallel_size > 1:
         return (
             "--distributed-backend gloo sends no GPU tensors between stages: use "
-            "nccl, with --two-bw-exchange gloo"
+            "nccl, with --pipeline-exchange gloo"
         )
     if args.context_parallel_size > 1 and args.transformer_impl == "local":
         return (

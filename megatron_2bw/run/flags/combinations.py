@@ -33,9 +33,6 @@ def _mistakes(args: Args) -> Iterator[str]:
         for flag in flags.split():
             if value(args, flag) != value(_DEFAULTS, flag) and not asks(args, need):
                 yield f"{flag} has no effect without {need}: leave it out"
-    for flag, most in _TABLES["most"].items():
-        if not 0 <= value(args, flag) <= most:
-            yield f"{flag} {value(args, flag)} must be between 0 and {most}"
     if args.sft_data:
         for flag in _TABLES["not of conversations"]:
             if value(args, flag):

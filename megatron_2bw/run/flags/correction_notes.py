@@ -1,74 +1,94 @@
-"""The lines of a run of 2bw about its gradient delay: what `auto` stands for, and what
-the delay has cost a small GPT.
+"""What the late microbatches of 2bw gain, and what they have cost a small GPT: the line
+of a run, and the planner's figures.
 
-Invariant: without torch; the planner prints the same gaps.
+Invariant: without torch.
 """
 
-from megatron_2bw.mcore.options import RunOptions
+import math
+from pathlib import Path
+
+from megatron_2bw.base.files import read_yaml
 from megatron_2bw.run.flags.resolve import batch_sizes, replica
 from megatron_2bw.run.flags.rule import Args
+from megatron_2bw.schedules import Schedule, TwoBW
 
-# Validation losses above vanilla's in per cent, by tokens a batch: of plain 2BW, and
-# with `auto` if all, half or a quarter of a batch is late; a small GPT at vanilla's
-# best rate (docs/convergence.md).
-GAPS = {
-    512: (20.8, 1.0, -0.3, -0.4),
-    2048: (33.2, 2.2, -0.7, -0.9),
-    8192: (62.8, 6.3, -0.4, -1.5),
-    32768: (80.3, 14.5, 1.7, -0.1),  # the first two: one seed
-}
+# Validation losses above vanilla's in per cent (docs/convergence.md).
+GAPS = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 
-def notes(args: Args, options: RunOptions) -> list[str]:
-    """The lines of a run of 2bw, one for each size of its batches: what `auto` stands
-    for, or that nothing is done."""
-    if args.pipeline_schedule != "2bw":
-        return []
-    sizes = [*dict.fromkeys(batch_sizes(args))]
-    if args.two_bw_correction == "auto":
-        several = len(sizes) > 1
-        return [_note_of_auto(args, options, size, several) for size in sizes]
-    if args.two_bw_correction == "none" and not args.two_bw_sync_iterations:
-        text = (
-            "gradients are late by one update, which raises the loss; "
-            "--two-bw-correction auto recovers most of it"
-        )
-        return [f"> 2bw: {text}. {gap(sizes[-1] * args.seq_length)}"]
-    return []
+def notes(args: Args, schedule: Schedule) -> list[str]:
+    """The lines of a run of 2bw, one for each size of its batches."""
+    lines = []
+    if isinstance(schedule, TwoBW):
+        for size in dict.fromkeys(batch_sizes(args)):
+            lines.append(_note(args, schedule, size))
+    return lines
 
 
-def _note_of_auto(args: Args, options: RunOptions, size: int, several: bool) -> str:
-    count = size // replica(args)
-    late = options.schedule.late(args.pipeline_model_parallel_size, count)
-    correction = options.correction(count)
-    which = f"the first {late} of {count} microbatches"
-    if late == count:
-        which = "all microbatches"
-    batch = f"a batch of {size} samples" if several else "a batch"
-    line = f"> 2bw: --two-bw-correction auto: {which} of {batch} are late"
-    line += f"; weights {correction.factor:g} updates ahead"
-    if correction.gradient > 0:
-        line += f", and {correction.gradient:g} x the last gradient's part of an update"
-    if args.optimizer == "adam":
-        line += f"; --adam-beta1 {args.adam_beta1:g}"
-    return f"{line}. {gap(size * args.seq_length, late, count)}"
-
-
-def gap(tokens: int, late: int | None = None, count: int = 0) -> str:
-    """The gap of GAPS at the nearest number of tokens a batch, of `auto` with so many
-    late of `count` microbatches, or with all late if None; of plain 2BW if `count` is
-    0."""
-    if not count:
-        column = 0
-    elif late is None or 10 * late > 7 * count:
-        column = 1
-    elif 3 * late >= count:
-        column = 2
-    else:
-        column = 3
-
-    nearest = min(GAPS, key=lambda size: max(size, tokens) / max(min(size, tokens), 1))
+def _note(args: Args, schedule: TwoBW, size: int) -> str:
+    stages = args.pipeline_model_parallel_size
+    count = size // replica(args) or 1
+    tokens = size * args.seq_length
+    corrected = args.two_bw_correction != "none"
+    late = schedule.late_of(count)
+    line = f"> 2bw: {late} of {count} microbatches late"
+    if stages > 1:
+        line += f", {speed(stages, count, late):.2f} times as fast as 1F1B"
+    line += f", {gap(tokens, late / count, corrected)}"
+    enough = min(stages - 1, count)
+    if late >= enough:
+        return line
     return (
-        f"At {nearest:,} tokens a batch a small GPT's gap to vanilla's loss was "
-        f"{GAPS[nearest][column]:+.1f} %"
+        f"{line} (--two-bw-late {enough}: {speed(stages, count, enough):.2f} times, "
+        f"{gap(tokens, enough / count, corrected)})"
     )
+
+
+def speed(stages: int, microbatches: int, late: int) -> float:
+    """How many times as fast as 1F1B with a flush, on even stages without messages and
+    step (docs/schedules.md)."""
+    slots = microbatches + max(stages - 1 - late, 0)
+    return (microbatches + stages - 1) / slots
+
+
+def gap(tokens: int, share: float, corrected: bool = True) -> str:
+    """The measured gap of 2bw with a share of each batch late; without a correction
+    only that of all was measured."""
+    percent = percent_of(tokens, share)
+    measured = nearest(tokens)
+    where = f"at {measured:,} tokens a batch"
+    if share and not corrected:
+        percent = GAPS["none"][measured]
+        where += " with all late"
+    return f"measured gap {percent:+.1f} % {where}"
+
+
+def nearest(tokens: int) -> int:
+    """The nearest number of tokens a batch that was measured."""
+
+    def distance(measured: int) -> float:
+        return abs(math.log(measured / max(tokens, 1)))
+
+    return min(GAPS["auto"], key=distance)
+
+
+def percent_of(tokens: int, share: float) -> float:
+    """The gap with the correction auto, at the nearest number of tokens a batch, and
+    between the nearest shares."""
+    gaps = GAPS["auto"][nearest(tokens)]
+    below = max(measured for measured in gaps if measured <= share)
+    above = min(measured for measured in gaps if measured >= share)
+    if below == above:
+        return gaps[below]
+    part = (share - below) / (above - below)
+    return gaps[below] + part * (gaps[above] - gaps[below])
+
+
+def most_late(tokens: int, microbatches: int, max_gap: float) -> int:
+    """The largest number of late microbatches whose gap is at most `max_gap` per
+    cent."""
+    most = 0
+    for late in range(1, microbatches + 1):
+        if percent_of(tokens, late / microbatches) <= max_gap:
+            most = late
+    return most

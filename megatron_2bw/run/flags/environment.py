@@ -27,9 +27,9 @@ SET = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_MAX_P2P_NCHANNELS": "4"}
 
 def exchange(args: Args) -> str:
     """The transport between stages: nccl or gloo."""
-    if args.two_bw_exchange == "auto":
+    if args.pipeline_exchange == "auto":
         return args.distributed_backend
-    return args.two_bw_exchange
+    return args.pipeline_exchange
 
 
 def _messages_over_nccl(args: Args) -> bool:

@@ -39,7 +39,6 @@ from megatron_2bw.run.flags import (
     unsupported,
 )
 from megatron_2bw.run.flags.project_flags import add_flags
-from megatron_2bw.run.flags.resolve import adam_beta1
 from megatron_2bw.run.flags.rule import installed, value
 
 Stop = Callable[[str], NoReturn]
@@ -98,9 +97,8 @@ def parse(
         args = arguments.parse_args(extend)
         if args.use_checkpoint_args:
             _use_checkpoint_args(args, stop)
-        _print_first(project_flags.use_rampup(args))
-        if args.adam_beta1 is None:
-            args.adam_beta1 = adam_beta1(args)
+        for line in project_flags.translate(args):
+            _print_first(line)
         if args.lora_rank and args.lora_alpha is None:
             args.lora_alpha = 2 * args.lora_rank
         check(args, stop)
@@ -221,9 +219,6 @@ def _defaults(early: argparse.Namespace) -> dict[str, Any]:
     if early.task == "bert" and not installed("apex"):
         # the norm of its head is torch's then, which cannot
         defaults["no_persist_layer_norm"] = True
-    if getattr(early, "two_bw_correction", None) == "auto":
-        # by the number of late microbatches (resolve.py)
-        defaults["adam_beta1"] = None
     if early.pipeline_schedule != "megatron":
         # It runs an iteration again to find faulty GPUs, and reduces over the world in
         # every iteration.

@@ -8,12 +8,12 @@ import argparse
 import math
 import os
 from pathlib import Path
-from typing import Any
 
+from megatron_2bw.base.command_line import TYPES, add_options
 from megatron_2bw.base.errors import UserError, whole_number
 from megatron_2bw.base.files import read_yaml
-from megatron_2bw.run.flags.resolve import START
-from megatron_2bw.run.flags.rule import Args
+from megatron_2bw.run.flags.resolve import correction_of
+from megatron_2bw.run.flags.rule import Args, value
 from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES
 
 
@@ -35,9 +35,45 @@ def whole_or_share(text: str) -> int | str:
     return whole_number(0)(text)
 
 
-def slots(text: str) -> int | str:
-    """The value of --two-bw-gradient-slots."""
-    return text if text == "shard" else whole_number(1)(text)
+def late(text: str) -> int | str:
+    """The value of --two-bw-late."""
+    return text if text == "all" else whole_or_share(text)
+
+
+def correction(text: str) -> str:
+    """The value of --two-bw-correction: auto, none, or FACTOR[,GRADIENT]."""
+    if text not in ("auto", "none", "extrapolate"):  # the last one is translated
+        try:
+            correction_of(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text}: give auto, none, or a factor from 0 to 2 and a gradient from "
+                "0 to 10, such as 1.25,1.25"
+            ) from None
+    return text
+
+
+def translate(args: Args) -> list[str]:
+    """Replace flags that have other names by now, or that are other flags. Returns the
+    lines of the log. UserError for values that mean nothing."""
+    lines = []
+    for old, (flag, settings) in _TABLES["renamed"].items():
+        typed = value(args, old)
+        setting = settings.get(typed, typed)
+        if setting is not None:
+            setattr(args, flag.removeprefix("--").replace("-", "_"), setting)
+            lines.append(f"> {old} has another name now: {flag} {setting}")
+    if args.two_bw_correction == "extrapolate":
+        text = f"{args.two_bw_correction_factor},{args.two_bw_correction_gradient}"
+        args.two_bw_correction = correction(text)
+        lines.append(
+            "> --two-bw-correction extrapolate has another name now: "
+            f"--two-bw-correction {text}"
+        )
+    rampup = use_rampup(args)
+    if rampup is not None:
+        lines.append(rampup)
+    return lines
 
 
 def use_rampup(args: Args) -> str | None:
@@ -79,15 +115,11 @@ def use_rampup(args: Args) -> str | None:
 
 ADAPTER = "_adapter"  # the end of an adapter's name, after that of its layer
 
-_TYPES = {
-    "number": whole_number(0),
-    "number above 0": whole_number(1),
+_TYPES = TYPES | {
     "numbers": extra_warmup,
     "number or share": whole_or_share,
-    "port": whole_number(1, 65535),
-    "float": float,
-    "slots": slots,
-    "path": Path,
+    "late": late,
+    "correction": correction,
     "absolute path": os.path.abspath,
 }
 _TABLES = read_yaml(Path(__file__).with_suffix(".yaml"))
@@ -110,19 +142,11 @@ def add_flags(
         help="; ".join(meanings),
     )
     if device:
-        add_table(group, _TABLES["device"])
-    add_table(group, _TABLES["all"])
+        add_options(group, _TABLES["device"], _TYPES)
+    add_options(group, _TABLES["all"], _TYPES)
+    add_options(group, _TABLES["last release"], _TYPES)
     parser.set_defaults(two_bw_extra_warmup=())
     return parser
-
-
-def add_table(group: Any, table: dict[str, dict[str, Any]]) -> None:
-    """Add the flags of a table, with their options, to a group of a parser."""
-    for flag, options in table.items():
-        options = {**options, "help": options["help"].format(START=START)}
-        if "type" in options:
-            options["type"] = _TYPES[options["type"]]
-        group.add_argument(flag, **options)
 
 
 def adopt(args: Args, saved: Args) -> None:

@@ -39,7 +39,7 @@ def mistake(argv: Sequence[str], task: str, world: int) -> str | None:
         if args.pipeline_schedule != "megatron":
             # with the defaults of all other schedules
             args = parser_of(task, "2bw").parse_args(argv)
-        project_flags.use_rampup(args)
+        project_flags.translate(args)
     except UserError as error:
         return str(error)
     if args.use_checkpoint_args:

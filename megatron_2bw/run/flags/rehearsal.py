@@ -95,8 +95,8 @@ def rehearse(
             put(name, actions[name].default, f" (computed in {precision})")
     if args.profile and not args.use_pytorch_profiler:
         put("profile", False)
-    if args.two_bw_exchange == "nccl":
-        put("two_bw_exchange", "gloo")
+    if args.pipeline_exchange == "nccl":
+        put("pipeline_exchange", "gloo")
     if args.ckpt_format == "fsdp_dtensor":
         put("ckpt_format", "torch_dist")
     asynchronous = args.async_save and args.async_strategy == "nvrx"

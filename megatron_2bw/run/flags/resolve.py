@@ -1,7 +1,6 @@
 """What a command line stands for: `auto`, shares and defaults become numbers.
 
-`resolve` is called once, after Megatron has validated the arguments (install.py). One
-value is needed before that: Adam's first decay is a flag of Megatron's (parse.py).
+`resolve` is called once, after Megatron has validated the arguments (install.py).
 
 With 2BW the gradient of batch j + 1 changes W(j+1) and is taken one update earlier.
 With --two-bw-correction it is taken at the working copy
@@ -23,8 +22,9 @@ from functools import partial
 
 from megatron_2bw.mcore.correction import Correction
 from megatron_2bw.mcore.options import RunOptions
+from megatron_2bw.mcore.rebinding import constant
 from megatron_2bw.run.flags.rule import Args
-from megatron_2bw.schedules import Schedule, TwoBW, schedule_of
+from megatron_2bw.schedules import NONE_LATE, Schedule, schedule_of
 
 # Optimizers whose update is a running mean of gradients, and the decay of that mean.
 DECAYS = {
@@ -33,9 +33,6 @@ DECAYS = {
     "muon": "muon_momentum",
     "soap": "adam_beta1",
 }
-# Adam's first decay with `auto`: the higher one bears higher rates if all are late.
-BETA1 = 0.95
-BETA1_OF_MEGATRON = 0.9
 # updates that `auto` looks ahead if some microbatches are late; it lowers the noise
 # (docs/convergence.md)
 AHEAD = 0.25
@@ -44,7 +41,7 @@ LEAST_MOMENTUM = 0.8
 # iterations of a synchronous start at most; the curvature is largest at the start, also
 # of a finetuning (docs/convergence.md)
 START = 500
-LOW_RATE = 1e-4  # up to it plain 2BW is enough
+LOW_RATE = 1e-4  # up to it no start is needed
 
 
 def resolve(args: Args, iterations: int) -> RunOptions:
@@ -54,14 +51,13 @@ def resolve(args: Args, iterations: int) -> RunOptions:
     asks = schedule.late_step and may_end_early
     return RunOptions(
         schedule=schedule,
-        transport=args.two_bw_exchange,
+        transport=args.pipeline_exchange,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
         timed=args.timing_log_level >= 2,
-        trace=args.two_bw_trace,
+        trace=args.pipeline_trace,
         wants_exit=partial(_wants_exit, args) if asks else None,
         correction=_correction(args, schedule),
         evaluates=args.eval_iters != 0,
-        host=args.two_bw_optimizer == "host",
     )
 
 
@@ -69,10 +65,10 @@ def schedule_for(args: Args, iterations: int = 0) -> Schedule | None:
     """The schedule of a run of so many iterations; None for Megatron's own."""
     return schedule_of(
         args.pipeline_schedule,
-        gradient_slots=args.two_bw_gradient_slots,
+        late=args.two_bw_late,
+        memory=args.two_bw_memory,
         extra_warmup=args.two_bw_extra_warmup,
         sync_iterations=_sync_iterations(args, iterations),
-        late_microbatches=_late_microbatches(args),
         gpipe_round=args.gpipe_round,
     )
 
@@ -88,13 +84,6 @@ def _sync_iterations(args: Args, iterations: int) -> int:
     if args.two_bw_correction == "auto" and (args.lr or 0) > LOW_RATE:
         return min(START, iterations // 5)
     return 0
-
-
-def _late_microbatches(args: Args) -> int | str | None:
-    """--two-bw-late-microbatches as `TwoBW` takes it."""
-    if args.two_bw_late_microbatches is None and args.two_bw_correction == "auto":
-        return "auto"
-    return args.two_bw_late_microbatches
 
 
 def replica(args: Args) -> int:
@@ -116,44 +105,34 @@ def batch_sizes(args: Args) -> list[int]:
     return [int(step.split(":")[1]) for step in steps]
 
 
-def adam_beta1(args: Args) -> float:
-    """Adam's first decay in a run with `auto`. It is one for all batches; the largest
-    decides."""
-    schedule = schedule_for(args)
-    if not isinstance(schedule, TwoBW):
-        return BETA1_OF_MEGATRON  # a check refuses `auto`
-    largest = batch_sizes(args)[-1] // max(replica(args), 1)
-    late = schedule.late(args.pipeline_model_parallel_size, largest)
-    return BETA1 if late == largest else BETA1_OF_MEGATRON
-
-
 def _correction(args: Args, schedule: Schedule) -> Callable[[int], Correction] | None:
     """--two-bw-correction, by the microbatches of a batch; `auto` is the setting of
     docs/convergence.md."""
-    if args.two_bw_correction == "none":
+    if args.two_bw_correction == "none" or args.two_bw_late in NONE_LATE:
         return None
-    if args.two_bw_correction == "extrapolate":
-        constant = Correction(
-            args.two_bw_correction_factor, args.two_bw_correction_gradient
-        )
-        return lambda microbatches: constant
-    stages = args.pipeline_model_parallel_size
+    if args.two_bw_correction != "auto":
+        return constant(correction_of(args.two_bw_correction))
     momentum = getattr(args, DECAYS.get(args.optimizer, ""), LEAST_MOMENTUM)
     is_lion = args.optimizer == "muon" and args.muon_scalar_optimizer == "lion"
 
     def auto(microbatches: int) -> Correction:
-        late = schedule.late(stages, microbatches)
-        share = late / microbatches
+        share = schedule.late_of(microbatches) / microbatches
         if momentum < LEAST_MOMENTUM:
             return Correction(momentum * share)
-        factor = gradient = share + AHEAD
-        if late == microbatches:
-            factor = 1.5
-            gradient = 2.0
         # a sign has no gradient's part
-        return Correction(factor, 0.0 if is_lion else gradient)
+        return Correction(share + AHEAD, 0.0 if is_lion else share + AHEAD)
 
     return auto
+
+
+def correction_of(text: str) -> Correction:
+    """The correction of FACTOR[,GRADIENT], 0 to 2 and 0 to 10. ValueError for
+    others."""
+    factor, _, gradient = text.partition(",")
+    correction = Correction(float(factor), float(gradient or 0))
+    if not (0 <= correction.factor <= 2 and 0 <= correction.gradient <= 10):
+        raise ValueError(text)
+    return correction
 
 
 def _wants_exit(args: Args) -> bool:

@@ -25,7 +25,7 @@ from megatron_2bw.run.flags.stop import stop
 from megatron_2bw.run.start import exits, screen
 from megatron_2bw.run.start.torchrun import shared_store
 
-TRACE = "megatron_2bw.tools.timelines.trace"  # the command that joins the files of --two-bw-trace
+TRACE = "megatron_2bw.tools.timelines.trace"  # the command that joins the files of --pipeline-trace
 
 
 def launch(task: str) -> None:
@@ -71,7 +71,9 @@ def launch(task: str) -> None:
                 "the environment variable MASTER_ADDR is not set: start the processes with torchrun"
             )
         runtime = install(args)
-        output = screen.move_to(args.save or args.tensorboard_dir or args.two_bw_trace)
+        output = screen.move_to(
+            args.save or args.tensorboard_dir or args.pipeline_trace
+        )
         if args.rank == 0:
             print(
                 f"> output: {output} has all that this rank prints (--verbose shows it)"
@@ -81,7 +83,7 @@ def launch(task: str) -> None:
             if under_torchrun:
                 end_with_parent(args.exit_signal)  # this rank saves then
         _pretrain(args, config, module, output)
-        if args.two_bw_trace is not None:
+        if args.pipeline_trace is not None:
             _merge_trace(args, runtime)
     except Exception as error:
         _end(error, args, runtime)
@@ -145,17 +147,17 @@ def _end_loader_workers() -> None:
 
 
 def _merge_trace(args: Namespace, runtime: Any) -> None:
-    """After all stages have written their files of --two-bw-trace, join and draw
+    """After all stages have written their files of --pipeline-trace, join and draw
     them."""
     import torch.distributed as dist
 
     runtime.close_trace()
     if dist.is_initialized():
         dist.barrier()
-    if args.rank == 0 and any(args.two_bw_trace.glob("stage-*")):
+    if args.rank == 0 and any(args.pipeline_trace.glob("stage-*")):
         # The planner's side draws: a command of its own.
-        command = [sys.executable, "-m", TRACE, str(args.two_bw_trace)]
+        command = [sys.executable, "-m", TRACE, str(args.pipeline_trace)]
         merged = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if merged.returncode == 0:
             files = " and ".join(merged.stdout.splitlines())
-            print(f"> --two-bw-trace: wrote {files}", flush=True)
+            print(f"> --pipeline-trace: wrote {files}", flush=True)

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_2bw.base.argv import expand_files, flag_of, groups, merged, split_by
+from megatron_2bw.base.command_line import add_options
 from megatron_2bw.base.errors import Parser, UserError, usage_error, whole_number
 from megatron_2bw.base.files import read_yaml
 from megatron_2bw.mcore.checkpoints.folder import TRACKER
 from megatron_2bw.run.flags import quick_check
 from megatron_2bw.run.flags.plain_torch import PLAIN_TORCH
-from megatron_2bw.run.flags.project_flags import add_table
 from megatron_2bw.run.flags.rule import installed
 from megatron_2bw.run.start.plan_file import first_plan
 from megatron_2bw.run.start.torchrun import run_ranks, torchrun
@@ -84,7 +84,7 @@ def _parser(prog: str, meaning: str) -> Parser:
     group = parser.add_argument_group(
         "processes; by default the hosts are those of the Slurm step"
     )
-    add_table(group, TABLES["options"])
+    add_options(group, TABLES["options"])
     if "SLURM_STEP_ID" in os.environ:
         parser.set_defaults(
             nnodes=os.environ["SLURM_STEP_NUM_NODES"],

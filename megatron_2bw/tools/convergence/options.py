@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_2bw.base.argv import flag_of, split_flags
+from megatron_2bw.base.command_line import TYPES, parser_of
 from megatron_2bw.base.errors import (
     Parser,
     UserError,
@@ -31,7 +32,6 @@ from megatron_2bw.base.errors import (
 from megatron_2bw.base.files import write_whole
 from megatron_2bw.run.flags.plain_torch import PLAIN_TORCH
 from megatron_2bw.run.start.torchrun import log_interval, torchrun
-from megatron_2bw.tools.command_line import TYPES, parser_of
 from megatron_2bw.tools.data.corpus import (
     DEFAULT_MAX_BYTES,
     DEFAULT_VOCAB_SIZE,
@@ -64,7 +64,8 @@ OWN_DATA = "--data-path --data-args-path --mock-data --tokenizer-type".split()
 VARIANTS = {
     "vanilla": "--pipeline-schedule pipedream-flush",
     "2bw": "--pipeline-schedule 2bw",
-    "2bw+auto": "--pipeline-schedule 2bw --two-bw-correction auto",
+    # the paper's rule
+    "paper": "--pipeline-schedule 2bw --two-bw-late all --two-bw-correction none",
 }
 PROG = "megatron-2bw convergence"
 

@@ -2,7 +2,7 @@
 on the same batches.
 
     megatron-2bw convergence NAME --lr 3e-4,3e-3 --seeds 1234,1235,1236
-    megatron-2bw convergence NAME --variants vanilla,2bw+auto --max-gap 1 --
+    megatron-2bw convergence NAME --variants vanilla,2bw --max-gap 1 --
     --num-layers 8 --train-iters 3000
 
 Every run uses the entry script and has a folder of its own in

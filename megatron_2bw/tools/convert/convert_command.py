@@ -4,9 +4,9 @@ before torch is imported; `work.py` converts."""
 from argparse import ArgumentParser
 from collections.abc import Sequence
 
+from megatron_2bw.base.command_line import add_options, table_of
 from megatron_2bw.base.errors import Parser, usage_error
 from megatron_2bw.mcore.checkpoints.folder import TRACKER
-from megatron_2bw.tools.command_line import add_flags, table_of
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -34,5 +34,5 @@ def _parser(prog: str) -> ArgumentParser:
     directions = parser.add_subparsers(dest="direction", required=True)
     for name, content in table_of(__file__).items():
         group = directions.add_parser(name, help=content["help"], allow_abbrev=False)
-        add_flags(group, content["flags"])
+        add_options(group, content["flags"])
     return parser

@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from megatron_2bw.base.command_line import parser_of
 from megatron_2bw.base.errors import UserError, file_errors, usage_error
-from megatron_2bw.tools.command_line import parser_of
 
 
 def main(argv: Sequence[str], prog: str) -> int:

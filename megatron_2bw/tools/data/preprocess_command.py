@@ -16,9 +16,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_2bw.base.command_line import parser_of
 from megatron_2bw.base.errors import UserError, run_program
 from megatron_2bw.base.processes import exit_on_signals
-from megatron_2bw.tools.command_line import parser_of
 
 PROG = "megatron-2bw preprocess"
 

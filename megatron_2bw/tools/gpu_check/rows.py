@@ -40,8 +40,8 @@ ROUNDING = 1e-4  # of a GPU against the CPU, relative to a tensor's largest elem
 # Bytes per parameter (docs/design.md), and the plan's choice.
 DESIGN = {
     "2bw": (24, {}),
-    "2bw, one gradient slot": (20, {"gradient_slots": 1}),
-    "2bw, host": (8, {"host": True}),
+    "2bw, one gradient slot": (20, {"memory": "one-slot"}),
+    "2bw, host": (8, {"memory": "host"}),
 }
 BUFFERS = 160e6  # bytes at most, of cuBLAS and of Megatron's scores
 # these are compiled: half a minute a run
@@ -270,7 +270,7 @@ def same_bits(
 ) -> Figures:
     """Messages over NCCL and random delays, against messages over gloo."""
     ranks, argv = tiny(2, width, f"--bf16 {more}", *PLAIN_TORCH)
-    expected = check.train(ranks, [*argv, "--two-bw-exchange", "gloo"])
+    expected = check.train(ranks, [*argv, "--pipeline-exchange", "gloo"])
     delayed = check.train(ranks, argv, delays, CUDA_DEVICE_MAX_CONNECTIONS=str(queues))
     return compared(delayed, expected)
 

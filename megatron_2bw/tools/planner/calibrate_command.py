@@ -3,8 +3,8 @@
 import argparse
 from dataclasses import replace
 
+from megatron_2bw.base.command_line import TYPES, parser_of
 from megatron_2bw.base.errors import Parser, UserError
-from megatron_2bw.tools.command_line import TYPES, parser_of
 from megatron_2bw.tools.planner.descriptions.cluster_file import named_cluster, to_yaml
 from megatron_2bw.tools.planner.measure import calibrate as calibration
 from megatron_2bw.tools.planner.measure import runs as measured

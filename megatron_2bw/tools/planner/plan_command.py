@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
+from megatron_2bw.base import command_line
 from megatron_2bw.base.argv import expand_files
 from megatron_2bw.base.errors import (
     Parser,
@@ -20,12 +21,10 @@ from megatron_2bw.base.errors import (
     file_errors,
     list_of,
     usage_error,
-    whole_number,
 )
 from megatron_2bw.base.files import write_json
 from megatron_2bw.run.flags.project_flags import schedule_name
 from megatron_2bw.schedules import SCHEDULE_NAMES
-from megatron_2bw.tools import command_line
 from megatron_2bw.tools.planner.calibrate_command import run_calibrate
 from megatron_2bw.tools.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.tools.planner.descriptions import inputs
@@ -33,7 +32,7 @@ from megatron_2bw.tools.planner.descriptions.cluster import PRESETS as CLUSTERS
 from megatron_2bw.tools.planner.descriptions.cluster import network
 from megatron_2bw.tools.planner.find import advice
 from megatron_2bw.tools.planner.find.search import Search
-from megatron_2bw.tools.planner.find.space import PLANNED, RECOMPUTES, Space
+from megatron_2bw.tools.planner.find.space import MEMORY, PLANNED, RECOMPUTES, Space
 from megatron_2bw.tools.planner.measure import blocks
 from megatron_2bw.tools.planner.tell import (
     explain,
@@ -50,7 +49,7 @@ _TYPES = command_line.TYPES | {
     "numbers": inputs.numbers,
     "schedules": list_of(SCHEDULE_NAMES, schedule_name),
     "recomputes": list_of(RECOMPUTES),
-    "slots": list_of((1, 2), whole_number(1)),
+    "memory": list_of(MEMORY),
 }
 
 
@@ -76,13 +75,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw plan") -> 
 def _parser(prog: str) -> Parser:
     """The choices have the names of Space's fields."""
     parser = command_line.parser_of(prog, __file__)
-    parser.register("action", "yes or no", argparse.BooleanOptionalAction)
     inputs.add_model_flags(parser)
     groups = command_line.table_of(__file__)["groups"]
     groups["cluster"]["--cluster"]["help"] = ", ".join(CLUSTERS)
     for title, flags in groups.items():
-        command_line.add_flags(parser.add_argument_group(title), flags, _TYPES)
-    parser.set_defaults(schedules=PLANNED, recompute=RECOMPUTES)
+        command_line.add_options(parser.add_argument_group(title), flags, _TYPES)
+    parser.set_defaults(schedules=PLANNED, recompute=RECOMPUTES, memory=MEMORY)
     return parser
 
 
@@ -196,7 +194,14 @@ def _searched(
         _note(f"no plan leaves {spare}: they may run out")
     seconds = time.monotonic() - begun
     estimates = [search.cost.estimate(plan) for plan in plans]
-    return explain.Result(search.cost, search.space, estimates, search, seconds, ties)
+    return explain.Result(
+        search.cost,
+        search.space,
+        estimates,
+        search,
+        seconds,
+        ties,
+    )
 
 
 def run_plan(words: list[str], prog: str) -> int:

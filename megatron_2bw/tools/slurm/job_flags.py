@@ -14,6 +14,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+from megatron_2bw.base.argv import merged
 from megatron_2bw.base.errors import Parser, UserError
 from megatron_2bw.run.start.plan_file import FirstPlan, first_plan
 from megatron_2bw.tools.planner.descriptions.model import PRESETS, Model
@@ -34,7 +35,9 @@ def flags_of_job(options: Namespace) -> list[str]:
     else:
         chosen = _named(options.model, options.kind)
         sizes = default_plan(chosen, options.servers * options.processes)
-        flags = chosen.flags() + sizes.flags(options.precision) + training.flags()
+        # 2bw with its defaults
+        on_2bw = merged(sizes.flags(options.precision), ["--pipeline-schedule", "2bw"])
+        flags = chosen.flags() + on_2bw + training.flags()
         mock = mock_data(chosen)
         interval = ["--save-interval", str(training.save_interval(0))]
     if options.save:
@@ -106,7 +109,7 @@ def default_plan(model: Model, ranks: int) -> Plan:
         width=ranks // depth,
         microbatch=1,
         microbatches=depth,
-        corrected=True,
+        schedule="pipedream-flush",
     )
 
 

@@ -67,7 +67,12 @@ def draw_shapes(
             steps=not schedule.late_step,
         )
         share = busy(schedule, shape.stages, shape.microbatches, times)
-        title = f"{schedule.name}: {schedule.summary} — stages busy {share:.1%} in the steady state"
+        summary = schedule.summary
+        if schedule.late not in (0, "all"):
+            summary = f"{schedule.late} of {shape.microbatches} microbatches late"
+        title = (
+            f"{schedule.name}: {summary} — stages busy {share:.1%} in the steady state"
+        )
         axis.set_title(title, loc="left", fontsize=8)
     axes[-1].set_xlabel(
         f"time (forward {_range(times.forward)}, backward {_range(times.backward)}); "

@@ -2,11 +2,11 @@
 
 import argparse
 
+from megatron_2bw.base.command_line import TYPES, parser_of
 from megatron_2bw.base.errors import UserError, file_errors
 from megatron_2bw.run.flags.project_flags import extra_warmup, schedule_name
 from megatron_2bw.schedules import Schedule, Shape, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
-from megatron_2bw.tools.command_line import TYPES, parser_of
 from megatron_2bw.tools.timelines.picture import draw_shapes
 from megatron_2bw.tools.timelines.simulator import (
     Times,

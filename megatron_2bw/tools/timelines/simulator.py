@@ -329,7 +329,9 @@ def long_iteration_time(
     least = 1
     if schedule.late_step:
         ahead = schedule.ahead(Shape(stages, microbatches), 0)
-        least = max(ahead + 1, schedule.late_microbatches or 0)
+        least = ahead + 1
+        if isinstance(schedule.late, int):
+            least = max(least, schedule.late)
     short = max(settled * stages, least + stages) + microbatches % stages
     long = short + (settled - 1) * stages
     if microbatches <= long:

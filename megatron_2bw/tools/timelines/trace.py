@@ -1,4 +1,4 @@
-"""The files of --two-bw-trace: when each action of a stage ran and how long it waited
+"""The files of --pipeline-trace: when each action of a stage ran and how long it waited
 before.
 
 `merge` joins the files that the ranks have written (trace_file.py) and draws them.
@@ -57,7 +57,7 @@ def merge(directory: Path) -> list[Path]:
     """
     files = sorted(directory.glob("stage-*-pipeline-*.json"))
     if not files:
-        raise UserError(f"{directory}: there is no stage-*.json of --two-bw-trace")
+        raise UserError(f"{directory}: there is no stage-*.json of --pipeline-trace")
     everything = list(itertools.chain(*map(read, files)))
     trace = directory / "trace.json"
     content = {"traceEvents": everything, "displayTimeUnit": "ms"}
@@ -91,7 +91,7 @@ def main(
 ) -> int:
     parser = Parser(
         prog=prog,
-        description="Joins the stages' files of --two-bw-trace DIR into DIR/trace.json.",
+        description="Joins the stages' files of --pipeline-trace DIR into DIR/trace.json.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
     options = parser.parse_args(words)

@@ -116,7 +116,21 @@ def _without_flush(plan: Plan, times: Times) -> float:
         bound = max(bound, busy)
     if plan.pipeline.late_step:
         bound = max(bound, _chain_of_step(plan, times, ahead))
+        if plan.late is not None and plan.late < microbatches:
+            bound = max(bound, _chain_of_fresh(plan, times, work))
     return bound
+
+
+def _chain_of_fresh(plan: Plan, times: Times, work: list[float]) -> float:
+    """From step to step: the microbatches that are not late begin after the one, and
+    the other waits for their gradients."""
+    down = _sums(times.forward, times.transfer)
+    up = _sums(times.backward, times.transfer)
+    longest = 0.0
+    for stage, each in enumerate(work):
+        passed = down[stage] + (plan.microbatches - plan.late) * each + up[stage]
+        longest = max(longest, passed)
+    return longest + times.reduce[0] + times.step
 
 
 def _chain_of_step(plan: Plan, times: Times, ahead: list[int]) -> float:
@@ -132,7 +146,7 @@ def _chain_of_step(plan: Plan, times: Times, ahead: list[int]) -> float:
         below = above[last] - above[s]
         if s < last:
             below += backward[last] - backward[s]
-        if plan.gradient_slots == 1:
+        if plan.memory == "one-slot":
             # the first backward of the next batch, on the last stage first
             reduced = max(reduce, above[s] + times.reduce[0])
             busy = plan.microbatches * work

@@ -260,7 +260,7 @@ class Memory:
         # two slots, two directions
         buffers = (4 * sides + 2 * waiting) * self.hidden_states(plan)
         buffers /= plan.sequence_ranks
-        if self.torch_adam and not plan.host:
+        if self.torch_adam and plan.memory != "host":
             roots = ROOTS * self.owned(plan, stage, layers)
             # a step that is not late may take what the activations had
             if not schedule.late_step:
@@ -312,12 +312,14 @@ class Memory:
         main weights, copies and moments. With extrapolation a step keeps 32-bit weights
         from before it; in fp32 these are the only main weights."""
         each = bytes_of(self.precision, plan.grad_reduce_in_bf16)
-        if plan.host:
+        if plan.memory == "host":
             return each.weight * versions, each.gradient, 0.0
         shards = _shards(plan, experts)
-        slots = plan.gradient_slots if plan.pipeline.late_step else 1
-        if slots == "shard":
-            slots = 1 + 1 / shards
+        slots = 1.0
+        if plan.memory == "shard":
+            slots += 1 / shards
+        elif plan.pipeline.late_step and plan.memory == "two-slots":
+            slots += 1
         optimizer = each.main + each.copy + each.moments + 4 * plan.corrected
         return each.weight * versions, each.gradient * slots, optimizer / shards
 

@@ -57,7 +57,7 @@ STAGES = (
 # The fields on which its step depends.
 STEP = (
     "tensor context expert depth width pipeline_inside distributed_optimizer "
-    "first last stages grad_reduce_in_bf16 host"
+    "first last stages grad_reduce_in_bf16 memory"
 )
 
 
@@ -175,7 +175,7 @@ class Cost:
         self._nccl_free = whole * share if on_gpus else math.inf
 
     def fits(self, plan: Plan) -> bool:
-        if plan.host and not self.host_holds(plan):
+        if plan.memory == "host" and not self.host_holds(plan):
             return False
         room = self.allowed(plan)
         if self.memory.heaviest(plan) + self.spare_bytes > room:
@@ -194,7 +194,7 @@ class Cost:
         that no margin holds."""
         return self.capacity - max(0.0, self._nccl(plan) - self._nccl_free)
 
-    @by_fields("schedule virtual gradient_slots tensor expert depth width extra_warmup")
+    @by_fields("schedule virtual memory tensor expert depth width extra_warmup")
     def _nccl(self, plan: Plan) -> float:
         """Bytes of the communicators on a GPU of the stage with most. With a given
         margin Megatron's are in that."""
@@ -236,7 +236,7 @@ class Cost:
         only_work = replace(no_reduce, transfer=none, occupied=none, sending=none)
         # Without messages and flushes no stage waits, if all are late; and for no
         # reduction, if the bound is the time.
-        if plan.pipeline.late_step and not plan.pipeline.late_microbatches:
+        if plan.pipeline.late_step and plan.late is None:
             alone = lower_bound(plan, only_work)
         else:
             alone = _simulated(plan, only_work)
@@ -257,7 +257,13 @@ class Cost:
             bubble=max(alone - work - update, 0.0),
         )
         stages = tuple(self.memory.stages(plan))
-        return Estimate(plan, seconds, split, stages, self.allowed(plan))
+        return Estimate(
+            plan,
+            seconds,
+            split,
+            stages,
+            self.allowed(plan),
+        )
 
     @by_fields(STAGES)
     def stages(self, plan: Plan) -> list[MicrobatchTime]:
@@ -273,7 +279,7 @@ class Cost:
         works = self.stages(plan)
         messages = self._messages(plan)
         step = self._step(plan)
-        late = plan.pipeline.late_step and not plan.host
+        late = plan.pipeline.late_step and plan.memory != "host"
         costs = self._release(plan, works, step.reduce)
         seconds = step.gather
         if plan.schedule == "megatron":
@@ -308,23 +314,19 @@ class Cost:
             plan.pipeline.ahead(plan.shape, 0) * each,
             sum(self.times(plan).backward),
         )
-        late = plan.pipeline.late_microbatches or plan.microbatches
+        late = plan.microbatches if plan.late is None else plan.late
         hidden = late * each
         return hidden - behind, each
 
-    def late(self, plan: Plan) -> int:
-        """Late microbatches whose window holds a step, if those of --two-bw-correction
-        auto are fewer; or 0."""
-        late = plan.pipeline.late_microbatches
-        # With one gradient slot the first backward waits for the step, before any of
-        # the others.
-        if not late or plan.gradient_slots == 1:
-            return 0
+    def enough_late(self, plan: Plan) -> int:
+        """So many of the plan's late microbatches that more hide no more of the bubble,
+        nor of the step."""
+        ahead = plan.pipeline.ahead(plan.shape, 0)
         window, each = self.window(plan)
         times = self.times(plan)
         step = max(times.reduce) + times.step
-        further = math.ceil((step - window) / each - 0.05)
-        return min(late + further, plan.microbatches) if further > 0 else 0
+        spare = math.floor((window - step) / each + 0.05)
+        return min(max(plan.late - spare, ahead + 1), plan.late)
 
     def bound_ahead(self, plan: Plan) -> float | None:
         """A lower bound on the time of the plan with any extra warm-up; None if that
@@ -442,7 +444,7 @@ class Cost:
         compute = self.compute
         update = []
         for parameters, _, owned in self._parameters(plan):
-            if plan.host:
+            if plan.memory == "host":
                 update.append(compute.host_update(owned, size.gradient, size.weight))
             else:
                 update.append(compute.update(parameters, owned))
@@ -492,7 +494,7 @@ class Cost:
             # With one gradient slot only the warm-up forwards send messages in that
             # time.
             sent = plan.microbatches
-            if plan.gradient_slots != 2:
+            if plan.memory != "two-slots":
                 sent = plan.pipeline.ahead(plan.shape, 0)
             seconds = [time + sent * occupied for time in seconds]
         if step.ends:
@@ -506,7 +508,7 @@ class Cost:
         """Seconds for which a batch's first backward waits for the one slot: until the
         gradients of the batch before are reduced, and copied to the host by portions.
         The first forward overlaps it."""
-        if not plan.host and plan.gradient_slots != "shard":
+        if plan.memory not in ("host", "shard"):
             return [0.0] * plan.depth
         rate = self.cluster.device.pcie_gb_s * 1e9
         size = bytes_of(self.precision, plan.grad_reduce_in_bf16).gradient
@@ -514,7 +516,7 @@ class Cost:
         for stage, (_, _, owned) in enumerate(self._parameters(plan)):
             seconds = reduce[stage]
             work = works[stage]
-            copies = owned * size / rate if plan.host else 0.0
+            copies = owned * size / rate if plan.memory == "host" else 0.0
             hidden = max(0.0, seconds - work.forward)
             waits.append(max(hidden, seconds + copies - work.total))
         return waits

@@ -4,7 +4,7 @@ Python."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, wraps
 from operator import attrgetter
 from typing import Any
@@ -30,9 +30,9 @@ ARGUMENTS = {  # Megatron's, by field
     "pipeline_inside": "use_tp_pp_dp_mapping",
     "first": "decoder_first_pipeline_num_layers",
     "last": "decoder_last_pipeline_num_layers",
-    "gradient_slots": "two_bw_gradient_slots",
+    "memory": "two_bw_memory",
     "extra_warmup": "two_bw_extra_warmup",
-    "late": "two_bw_late_microbatches",
+    "late": "two_bw_late",
     "gpipe_round": "gpipe_round",
 }
 
@@ -52,9 +52,7 @@ class Plan:
     # schedule
     schedule: str = "2bw"
     virtual: int = 1  # model chunks per stage
-    # 2bw's gradient buffers; "shard": one, and a shard of the complete batch's
-    # gradients
-    gradient_slots: int | str = 2
+    memory: str = "two-slots"  # of 2bw: --two-bw-memory
     distributed_optimizer: bool = False
     first: int = 0  # layers of the first stage if they differ from the others', else 0
     last: int = 0  # of the last stage
@@ -65,9 +63,8 @@ class Plan:
     sequence_parallel: bool = False
     # of 2bw: additional warm-up forwards, a number per boundary, or one for all
     extra_warmup: tuple[int, ...] = ()
+    late: int | None = None  # of 2bw: the late microbatches; None: all
     corrected: bool = False  # of 2bw: --two-bw-correction auto
-    # with it: the late microbatches, if a step takes longer than those of `auto`
-    late: int = 0
     # of gpipe: microbatches that it admits at a time; None: the whole batch
     gpipe_round: int | None = None
     # Of full, --recompute-num-layers: the layers of which only the first one's input is
@@ -79,8 +76,6 @@ class Plan:
     stages: tuple[int, ...] = ()
     grad_reduce_in_bf16: bool = False  # gradients are reduced and kept in 16 bits
     expert: int = 1  # ranks that share the experts of a layer, among the replicas
-    # 2bw's optimizer is in host memory, and one gradient slot on the GPU
-    host: bool = False
 
     def changed(self, **fields: Any) -> Plan:
         """The plan with other fields. Five times as fast as dataclasses.replace: a
@@ -117,11 +112,6 @@ class Plan:
         return self.tensor if self.sequence_parallel else 1
 
     @property
-    def accumulation(self) -> float:
-        """g of the paper's Algorithm 1, B / (N b): microbatches per stage."""
-        return self.microbatches / self.depth
-
-    @property
     def rounds(self) -> int:
         """Times that a schedule with a flush drains the pipeline in a batch."""
         return -(-self.microbatches // self.gpipe_round) if self.gpipe_round else 1
@@ -136,16 +126,16 @@ class Plan:
 
     @property
     def schedule_name(self) -> str:
-        """The schedule with its model chunks, gradient slots, stage 0's additional
-        warm-up forwards, or round: `megatron x3`, `2bw 1 slot`, `2bw shard`, `2bw
-        host`, `2bw +2`, `gpipe round 4`."""
+        """The schedule with its model chunks, late microbatches, memory, stage 0's
+        additional warm-up forwards, or round: `megatron x3`, `2bw K2`, `2bw one-slot`,
+        `2bw host`, `2bw +2`, `gpipe round 4`."""
         name = self.schedule
         if self.virtual > 1:
             name += f" x{self.virtual}"
-        if self.host:
-            name += " host"
-        elif self.gradient_slots != 2:
-            name += " 1 slot" if self.gradient_slots == 1 else " shard"
+        if self.schedule == "2bw" and self.late is not None:
+            name += f" K{self.late}"
+        if self.memory != "two-slots":
+            name += f" {self.memory}"
         if self.gpipe_round:
             name += f" round {self.gpipe_round}"
         extra = sum(self.extra)
@@ -175,19 +165,13 @@ class Plan:
         if self.virtual > 1:
             return Interleaved(self.virtual)
         name = "pipedream-flush" if self.schedule == "megatron" else self.schedule
-        schedule = schedule_of(
+        return schedule_of(
             name,
-            gradient_slots=self.gradient_slots,
+            late="all" if self.late is None else self.late,
+            memory=self.memory,
             extra_warmup=self.extra_warmup,
             gpipe_round=self.gpipe_round,
         )
-        if not (self.corrected and schedule.late_step):
-            return schedule
-        schedule = replace(schedule, late_microbatches=self.late or "auto")
-        late = schedule.late(self.depth, self.microbatches)
-        if late == self.microbatches:
-            late = None
-        return replace(schedule, late_microbatches=late)
 
     @cached_property
     def shape(self) -> Shape:
@@ -222,7 +206,7 @@ class Plan:
         extra = ",".join(map(str, extra))
         full = self.recompute == "full"
         layers = self.recompute_layers
-        slots = self.schedule == "2bw" and self.gradient_slots != 2
+        is_2bw = self.schedule == "2bw"
         return command_line(
             (
                 True,
@@ -244,12 +228,11 @@ class Plan:
             (self.sequence_parallel, "--sequence-parallel"),
             (self.recompute != "none", f"--recompute-granularity {self.recompute}"),
             (full, f"--recompute-method uniform --recompute-num-layers {layers}"),
-            (slots, f"--two-bw-gradient-slots {self.gradient_slots}"),
-            (self.host, "--two-bw-optimizer host"),
+            (is_2bw, f"--two-bw-late {self.pipeline.late}"),
+            (is_2bw and not self.corrected, "--two-bw-correction none"),
+            (self.memory != "two-slots", f"--two-bw-memory {self.memory}"),
             (any(self.extra), f"--two-bw-extra-warmup {extra}"),
             (self.gpipe_round, f"--gpipe-round {self.gpipe_round}"),
-            (self.corrected, "--two-bw-correction auto"),
-            (self.late, f"--two-bw-late-microbatches {self.late}"),
             (self.distributed_optimizer, "--use-distributed-optimizer"),
             (overlaps, "--overlap-grad-reduce"),
             (overlaps and self.distributed_optimizer, "--overlap-param-gather"),

@@ -76,8 +76,7 @@ def _burden(plan: Plan) -> tuple[bool, int]:
         plan.context > 1,
         plan.pipeline_inside,
         any(plan.extra),
-        plan.gradient_slots != 2,
-        plan.host,
+        plan.memory != "two-slots",
         plan.gpipe_round,
     )
     return not _exact(plan), sum(map(bool, choices))

@@ -26,11 +26,10 @@ def violations(
     yield from _stages(plan, model)
     if precision == "bf16" and not bf16:
         yield "the GPU has no bf16: use --precision fp16"
-    slots = [2]
-    if plan.schedule == "2bw":
-        slots = [1, 2, "shard"] if plan.distributed_optimizer else [1, 2]
-    if plan.gradient_slots not in slots:
-        yield "gradient slots only with 2bw, and shard only with the distributed optimizer"
+    if plan.memory != "two-slots" and plan.schedule != "2bw":
+        yield "--two-bw-memory without 2bw"
+    if plan.memory == "shard" and not plan.distributed_optimizer:
+        yield "--two-bw-memory shard without the distributed optimizer"
     if plan.schedule == "pipedream":
         yield from _pipedream(plan, model, precision)
 
@@ -108,11 +107,7 @@ def _too_few_microbatches(plan: Plan) -> bool:
     # stages; fewer would make it wait for itself.
     if plan.virtual > 1:
         return plan.microbatches % plan.depth > 0
-    least = 1
-    if plan.pipeline.late_step:
-        # with fewer 2BW has a bubble, and its gap has not been measured
-        least = plan.pipeline.ahead(plan.shape, 0) + 1
-    return plan.microbatches < least
+    return plan.microbatches == 0
 
 
 def _pipedream(plan: Plan, model: Model, precision: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megatron_2bw.run.flags.correction_notes import most_late
 from megatron_2bw.tools.planner.cost.bounds import work_bound
 from megatron_2bw.tools.planner.cost.simulated import Cost
 from megatron_2bw.tools.planner.descriptions.plan import Plan, by_fields
@@ -78,8 +79,9 @@ class Search:
                 if extra:
                     self._put_bound(bound, plan.changed(extra_warmup=extra))
             elif state == "bound":
-                late = self.cost.late(plan)
-                self._simulate(bound, plan.changed(late=late))
+                if plan.late is not None:
+                    plan = plan.changed(late=self.cost.enough_late(plan))
+                self._simulate(bound, plan)
             else:
                 yielded.add(_key(plan))
                 yield bound, plan
@@ -132,15 +134,17 @@ class Search:
     def _leaner(self, plan: Plan) -> Plan:
         """Where two gradient slots of 2bw do not fit: one and a shard, or the optimizer
         on a host that holds it."""
-        if plan.schedule != "2bw" or plan.gradient_slots != 2:
+        if plan.schedule != "2bw" or plan.memory != "two-slots":
             return plan
         if self.cost.fits(plan):
             return plan
-        shard = plan.changed(gradient_slots="shard")
-        if plan.distributed_optimizer and self.cost.fits(shard):
+        allowed = self.space.memory
+        shard = plan.changed(memory="shard")
+        may_shard = plan.distributed_optimizer and "shard" in allowed
+        if may_shard and self.cost.fits(shard):
             return shard
-        if self.space.host and self.cost.host_holds(plan):
-            return plan.changed(host=True)
+        if "host" in allowed and self.cost.host_holds(plan):
+            return plan.changed(memory="host")
         return plan
 
     def _shape_bound(self, plan: Plan) -> float:
@@ -300,14 +304,12 @@ class Search:
                 )
 
     def _schedules(self, split: Plan) -> Iterator[Plan]:
-        """The division with each schedule, its gradient slots and its chunks."""
+        """The division with each schedule, its memory and its chunks."""
         schedules = self.space.schedules
         for schedule in schedules:
             plan = split.changed(schedule=schedule)
             if schedule == "2bw":
-                corrected = plan.changed(corrected=self.space.corrected)
-                for slots in self.space.gradient_slots:
-                    yield corrected.changed(gradient_slots=slots)
+                yield from self._two_bw(plan)
             elif schedule == "megatron":
                 yield plan
                 yield from self._interleaved(plan)
@@ -316,6 +318,21 @@ class Search:
                 plan.depth > 1 or schedule == "pipedream" or "megatron" not in schedules
             ):
                 yield plan
+
+    def _two_bw(self, plan: Plan) -> Iterator[Plan]:
+        """The plan with as many late microbatches as the gap allows."""
+        most = self.space.max_gap
+        if most is not None:
+            tokens = plan.global_batch * self.model.sequence
+            late = most_late(tokens, plan.microbatches, most)
+            if late == 0:
+                self.rejected["--max-gap allows no late microbatch"] += 1
+                return
+            plan = plan.changed(late=late, corrected=True)
+        # the others are tried where these do not fit
+        slots = [memory for memory in self.space.memory if "slot" in memory]
+        for memory in slots or self.space.memory:
+            yield plan.changed(memory=memory)
 
     def _interleaved(self, plan: Plan) -> Iterator[Plan]:
         """The plan with each number of chunks."""

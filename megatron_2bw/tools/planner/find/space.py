@@ -7,6 +7,7 @@ from megatron_2bw.tools.planner.descriptions.plan import RECOMPUTE
 # Without pipedream: its delays differ by stage, so the user must ask for it.
 PLANNED = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
 RECOMPUTES = (*RECOMPUTE, "stage")
+MEMORY = ("two-slots", "one-slot", "shard", "host")
 LATE = ("2bw", "pipedream")  # schedules whose gradients are late
 
 
@@ -25,8 +26,10 @@ class Space:
                   the others
     extra_warmup  for each plan of 2bw also the plan with the extra warm-up that hides
                   its messages (Cost.extra_warmup)
-    host          2bw's optimizer in host memory, for plans that do not fit otherwise
-    corrected     2bw with --two-bw-correction auto
+    memory        of 2bw. "shard" and "host" are tried where two-slots does not fit
+    max_gap       of 2bw with the correction auto, in per cent of the loss
+                  (run/flags/correction_notes.py); None: the paper's 2bw, all late and
+                  without a correction
     context       context-parallel sizes; only 1 by default
     expert        expert-parallel sizes
     grad_reduce_in_bf16  of all plans
@@ -38,15 +41,14 @@ class Space:
     depth: tuple[int, ...] | None = None
     microbatch: tuple[int, ...] | None = None
     recompute: tuple[str, ...] = RECOMPUTES
-    gradient_slots: tuple[int, ...] = (2, 1)
+    memory: tuple[str, ...] = MEMORY
     distributed_optimizer: tuple[bool, ...] = (False, True)
     pipeline_inside: tuple[bool, ...] = (False, True)
     virtual: tuple[int, ...] | None = None
     uneven: bool = True
     sequence_parallel: bool = True
     extra_warmup: bool = True
-    host: bool = True
-    corrected: bool = False
+    max_gap: float | None = None
     context: tuple[int, ...] | None = (1,)
     expert: tuple[int, ...] | None = None
     grad_reduce_in_bf16: bool = False

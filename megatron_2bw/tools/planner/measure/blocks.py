@@ -18,8 +18,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+from megatron_2bw.base.command_line import TYPES, parser_of
 from megatron_2bw.base.errors import Parser, UserError, file_errors
-from megatron_2bw.tools.command_line import TYPES, parser_of
 from megatron_2bw.tools.planner.descriptions.inputs import add_model_flags, numbers
 from megatron_2bw.tools.planner.descriptions.model import Model
 from megatron_2bw.tools.planner.descriptions.profile import MEASURED, BlockTime, Profile

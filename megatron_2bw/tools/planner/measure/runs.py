@@ -14,8 +14,9 @@ from typing import Any
 
 from megatron_2bw.base import run_log
 from megatron_2bw.base.errors import UserError, file_errors
+from megatron_2bw.run.flags.project_flags import late
 from megatron_2bw.run.flags.unsupported import layout_stages
-from megatron_2bw.schedules import SCHEDULE_NAMES
+from megatron_2bw.schedules import SCHEDULE_NAMES, TwoBW
 from megatron_2bw.tools.planner.descriptions import model as models
 from megatron_2bw.tools.planner.descriptions import plan as plans
 from megatron_2bw.tools.planner.descriptions.inputs import dense_layers
@@ -182,7 +183,7 @@ def _typed(cell: str, kind: str) -> Any:
     none)."""
     if kind == "tuple[int, ...]":
         return cell.split() if cell.strip("0 ") else []
-    return int(cell) if kind == "int | str" and cell.isdigit() else cell
+    return int(cell) if kind == "int | None" and cell.isdigit() else cell
 
 
 # --- logs
@@ -272,6 +273,9 @@ def read_log(path: Path) -> MeasuredRun:
         "corrected": given("two_bw_correction", "none") != "none",
         "grad_reduce_in_bf16": given("grad_reduce_in_bf16") == "True",
     }
+    replica = int(row["microbatch"]) * int(row["width"])
+    schedule = TwoBW(late(given("two_bw_late", "all")))
+    row["late"] = schedule.late_of(int(row["global_batch"]) // replica)
     row["recompute_layers"] = _cell(given("recompute_num_layers", "")) or 1
     layout = layout_stages(_cell(given(LAYOUT, "")))
     # no layout, or one of interleaved stages

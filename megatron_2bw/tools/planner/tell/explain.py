@@ -10,9 +10,9 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 
-from megatron_2bw.run.flags.correction_notes import gap
+from megatron_2bw.run.flags.correction_notes import gap, nearest, percent_of
 from megatron_2bw.tools.planner.cost.memory import GIB, StageMemory
 from megatron_2bw.tools.planner.cost.simulated import Cost, Estimate, Split
 from megatron_2bw.tools.planner.descriptions.cluster import Cluster
@@ -30,12 +30,12 @@ MIN_FEWER_GAIN = 0.01
 
 LEGEND = """\
 t, d, w: tensor-parallel size, stages, pipelines. b, m: samples a microbatch, microbatches a batch and pipeline.
-c, e: context-, expert-parallel size (--context-parallel-size, --expert-model-parallel-size). g: m / d, the
-gradient accumulation of Algorithm 1.
+c, e: context-, expert-parallel size (--context-parallel-size, --expert-model-parallel-size).
 ranks: neighbours are the replicas of a stage (dp-pp), or a pipeline's stages (pp-dp, --use-tp-pp-dp-mapping).
-2bw +k: k extra warm-up forwards on the first stage hide messages (--two-bw-extra-warmup).
-2bw shard: the second gradient slot is the own shard (--two-bw-gradient-slots shard). 2bw host: main weights and
-Adam's moments are in host memory, where the step runs (--two-bw-optimizer host).
+2bw K2: two microbatches of a batch are late (--two-bw-late). 2bw +3: three extra warm-up forwards on the first stage
+hide messages (--two-bw-extra-warmup).
+2bw shard: the second gradient slot is the own shard (--two-bw-memory shard). 2bw host: main weights and
+Adam's moments are in host memory, where the step runs (--two-bw-memory host).
 gpipe round N: N microbatches at a time, as many as fit, with a bubble after each round (--gpipe-round).
 layers: per stage, or first/middle/last. optim. sharded: --use-distributed-optimizer. TF: 10^12 operations."""
 TIMES_LEGEND = """\
@@ -61,20 +61,25 @@ class Result:
 
     @cached_property
     def rivals(self) -> list[Estimate]:
-        """The fastest plan of another shape, and of each other schedule: from the table
-        or by a further search."""
-        winner, *others = self.estimates
+        """The fastest plan of each schedule but the winner's: from the table or by a
+        further search."""
         rivals = []
-        for estimate in others:
-            if _shape(estimate.plan) != _shape(winner.plan):
-                rivals.append(estimate)
-                break
         for schedule in self.space.schedules:
-            if schedule != winner.plan.schedule:
+            if schedule != self.estimates[0].plan.schedule:
                 best = self._best(schedule)
-                if best is not None and best not in rivals:
+                if best is not None:
                     rivals.append(best)
         return rivals
+
+    @cached_property
+    def fastest(self) -> dict[str, Estimate]:
+        """The fastest plan of 2bw, and the fastest exact one, where they are."""
+        found = {}
+        for estimate in sorted(self.estimates + self.rivals, key=_per_sample):
+            plan = estimate.plan
+            kind = "exact" if plan.pipeline.flushes else plan.schedule
+            found.setdefault(kind, estimate)
+        return found
 
     def _best(self, schedule: str) -> Estimate | None:
         for estimate in self.estimates:
@@ -111,19 +116,16 @@ class Result:
         return part and part[0].cluster
 
 
-_shape = attrgetter("tensor", "context", "depth", "width")
-
-
 def _per_sample(estimate: Estimate) -> float:
     return estimate.seconds / estimate.plan.global_batch
 
 
 def text(result: Result) -> str:
-    """The first plan, the tables of the plans and of its memory, and why it is
-    first."""
+    """The first plan, and the tables of late microbatches, of the plans, and of its
+    memory."""
     memory = memory_table(result.estimates[0])
-    parts = [first(result), table(result), memory, reason(result)]
-    return "\n\n".join(parts)
+    parts = [first(result), dial_table(result), table(result), memory]
+    return "\n\n".join(filter(None, parts))
 
 
 def gpus(cost: Cost) -> str:
@@ -170,7 +172,7 @@ def _percent(share: float, digits: int = 0) -> str:
 
 
 PLAN_COLUMNS = (
-    "# schedule t d w b m g recompute optim. ranks layers batch samples/s tok/s/GPU "
+    "# schedule t d w b m recompute optim. ranks layers batch samples/s tok/s/GPU "
     "TF/s/GPU"
 ).split()
 
@@ -199,7 +201,7 @@ def table(result: Result) -> str:
     lines = [
         f"Plans for {name} on {gpus(cost)}, fastest first, ties by simplicity (ESTIMATED)",
         f"{cost.precision}, sequences of {cost.model.sequence}, {attention}.",
-        *aligned(plans, {1, 8, 9, 10, 11}),
+        *aligned(plans, {1, 7, 8, 9, 10}),
         LEGEND,
     ]
     if result.ties > 1:
@@ -232,7 +234,6 @@ def _plan_cells(cost: Cost, estimate: Estimate) -> list[str]:
         str(plan.width),
         str(plan.microbatch),
         str(plan.microbatches),
-        f"{plan.accumulation:.1f}",
         plan.recompute_name,
         "sharded" if plan.distributed_optimizer else "whole",
         "pp-dp" if plan.pipeline_inside else "dp-pp",
@@ -297,6 +298,42 @@ def memory_table(estimate: Estimate) -> str:
     return "\n".join([title, *aligned(lines, {0})])
 
 
+def dial_table(result: Result) -> str:
+    """The sizes of the fastest plan of 2bw with other numbers of late microbatches; ""
+    without such a plan."""
+    estimate = result.fastest.get("2bw")
+    if estimate is None or estimate.plan.late is None:
+        return ""
+    cost = result.cost
+    plan = estimate.plan
+    count = plan.microbatches
+    tokens = plan.global_batch * cost.model.sequence
+    exact = plan.changed(
+        schedule="pipedream-flush",
+        memory="two-slots",
+        extra_warmup=(),
+        late=None,
+        corrected=False,
+    )
+    ahead = min(plan.pipeline.ahead(plan.shape, 0), count)
+    numbers = {1, count // 4, count // 2, ahead, plan.late, count} - {0}
+    rows = [["late", "samples/s", "gap"], [f"0 of {count}", _rate_of(cost, exact), "0"]]
+    for late in sorted(numbers):
+        percent = percent_of(tokens, late / count)
+        rate_of = _rate_of(cost, plan.changed(late=late))
+        rows.append([f"{late} of {count}", rate_of, f"{percent:+.1f} %"])
+    title = (
+        f"{plan.title} by its late microbatches ({ESTIMATED}), and the gap of a small GPT at "
+        f"{nearest(tokens):,} tokens a batch (--max-gap; docs/convergence.md)"
+    )
+    return "\n".join([title, *aligned(rows, {0})])
+
+
+def _rate_of(cost: Cost, plan: Plan) -> str:
+    rate = three(plan.global_batch / cost.seconds(plan))
+    return rate if cost.fits(plan) else f"{rate}, does not fit"
+
+
 # --- words
 # --------------------------------------------------------------------------------------
 
@@ -314,23 +351,17 @@ def wrapped(text: str, mark: str = "- ") -> str:
 def first(result: Result) -> str:
     """The first plan, and what 2bw gains over a flush and costs."""
     winner = result.estimates[0]
-    fastest = max(result.estimates, key=attrgetter("throughput"))
     allowed = winner.capacity / GIB
     sizes = f"{gib(winner.heaviest)} of {allowed:.2f} allowed ({ESTIMATED})"
     speed = three(winner.throughput)
     text = f"Best: {winner.plan.title}, {speed} samples/s, {sizes}."
-    if result.ties > 1 and fastest is not winner:
-        text += f" The fastest is {rate(fastest)}: the difference is within the error"
-        if not fastest.plan.pipeline.flushes:
-            text += " and the cost of its delay in convergence"
-        text += "."
     texts = [text, *on_host(result.cost, winner.plan), *gain(result)]
     return "\n".join(wrapped(text, "") for text in texts)
 
 
 def on_host(cost: Cost, plan: Plan) -> Iterator[str]:
     """What the step in host memory takes, and whether the next batch hides it."""
-    if plan.host:
+    if plan.memory == "host":
         memory = max(cost.memory.host_bytes(plan)) / GIB
         step = three(cost.times(plan).step)
         window, _ = cost.window(plan)
@@ -347,92 +378,18 @@ def rate(estimate: Estimate) -> str:
 def gain(result: Result) -> Iterator[str]:
     """What the fastest plan of 2bw gains over the fastest exact one, and what it costs,
     where both are."""
-    late = exact = None
-    for estimate in sorted(result.estimates + result.rivals, key=_per_sample):
-        if estimate.plan.schedule == "2bw":
-            late = late or estimate
-        elif estimate.plan.pipeline.flushes:
-            exact = exact or estimate
-    space = result.space
+    late = result.fastest.get("2bw")
+    exact = result.fastest.get("exact")
     if late and exact:
-        yield _gain(result.cost, late, exact)
-    elif not late and space.corrected and "2bw" in space.schedules:
-        space = replace(space, schedules=("2bw",), corrected=False)
-        for _, plan in itertools.islice(Search(result.cost, space), 1):
-            best = rate(result.cost.estimate(plan))
-            yield f"2bw fits only without its correction (--no-extrapolate): {best}."
-
-
-def _gain(cost: Cost, late: Estimate, exact: Estimate) -> str:
-    plan = late.plan
-    ratio = late.throughput / exact.throughput
-    bubble = "One stage has no bubble to gain: only reductions and step overlap."
-    if plan.depth > 1:
-        share = 1 + (plan.depth - 1) / plan.microbatches
-        bubble = (
-            "On even stages its gain over 1F1B of the same d and m is about "
-            f"1 + (d - 1)/m, {share:.2f} here; on slow links it is more."
+        plan = late.plan
+        ratio = late.throughput / exact.throughput
+        count = plan.pipeline.late_of(plan.microbatches)
+        tokens = plan.global_batch * result.cost.model.sequence
+        loss = gap(tokens, count / plan.microbatches, plan.corrected)
+        yield (
+            f"2bw against a flush: {rate(late)} is {ratio:.2f} times as fast as {rate(exact)}. "
+            f"{count} of {plan.microbatches} microbatches are late by one update: {loss}."
         )
-    totals = [stage.total for stage in late.memory]
-    fullest = totals.index(max(totals))
-    stage = late.memory[fullest]
-    layers = plan.layers_of(cost.model)[fullest]
-    frozen = cost.memory.frozen(plan, fullest, layers)
-    version = (stage.weights - frozen) / 2
-    slot = ""
-    if plan.gradient_slots == "shard":
-        slot = " and a gradient shard"
-        version += 1 / (1 + plan.replicas) * stage.gradients
-    elif plan.gradient_slots == 2 and not plan.host:
-        slot = " and gradient slot"
-        version += 1 / 2 * stage.gradients
-    plain = cost.estimate(plan.changed(corrected=False)).memory[fullest]
-    corrected = stage.optimizer - plain.optimizer
-    copy = ""
-    if corrected > 0:
-        copy = f", the correction's copy of the weights ({gib(corrected)}),"
-    loss = gap(
-        plan.global_batch * cost.model.sequence,
-        plan.pipeline.late_microbatches,
-        plan.microbatches if plan.corrected else 0,
-    )
-    return (
-        f"2bw against a flush: {rate(late)} is {ratio:.2f} times as fast as {rate(exact)}. {bubble} "
-        f"It costs one more weight version{slot} ({gib(version)}){copy} and a delay of one update. {loss}."
-    )
-
-
-def reason(result: Result) -> str:
-    """Why the first plan is fastest: its time by cause, beside the best of another
-    shape and of each other schedule."""
-    winner = result.estimates[0]
-    unit = "Seconds"
-    times = 1.0
-    if _per_sample(winner) < 1:
-        unit = "Milliseconds"
-        times = 1e3
-    rows = [["plan", "samples/s", "ratio", *TERMS, "heaviest"]]
-    for estimate in (winner, *result.rivals):
-        plan = estimate.plan
-        ratio = winner.throughput / estimate.throughput
-        cells = [plan.title, three(estimate.throughput), f"{ratio:.2f}"]
-        for seconds in astuple(estimate.split):
-            each = times * seconds / plan.global_batch
-            cells.append(f"{each:.2f}")
-        rows.append([*cells, gib(estimate.heaviest)])
-    title = "The first plan, the best of another shape, and of each other schedule."
-    lines = [
-        f"{title} {unit} a sample by cause.",
-        *aligned(rows, {0}),
-        "ratio: the first plan's samples/s by this one's.",
-    ]
-    tried = {estimate.plan.schedule for estimate in (winner, *result.rivals)}
-    missing = [schedule for schedule in result.space.schedules if schedule not in tried]
-    if missing:
-        names = " or ".join(missing)
-        text = f"No plan of {names} is legal and fits with these choices."
-        lines.append(wrapped(text))
-    return "\n".join(lines)
 
 
 def part_flags(cluster: Cluster) -> str:

@@ -51,12 +51,11 @@ def _estimate(cost: Cost, estimate: Estimate) -> dict[str, Any]:
         "save_interval": training.save_interval(estimate.seconds),
         "layers": plan.layers_of(cost.model),
         "global_batch": plan.global_batch,
-        "gradient_accumulation": plan.accumulation,
         "seconds": estimate.seconds,
         "samples_per_second": estimate.throughput,
         "tokens_per_second": estimate.throughput * cost.model.sequence,
         "split": asdict(estimate.split),
-        "memory": memory,
+        "memory_by_stage": memory,
         "capacity": estimate.capacity,
         "headroom": estimate.headroom,
     }

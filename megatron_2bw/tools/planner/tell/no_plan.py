@@ -52,7 +52,7 @@ def _remedies(cost: Cost, space: Space, smallest: Plan) -> Iterator[str]:
         space.batch,
         context=space.context,
         grad_reduce_in_bf16=space.grad_reduce_in_bf16,
-        corrected=space.corrected,
+        max_gap=space.max_gap,
     )
     plans, _ = ranked(Search(cost, every), 1)
     for plan in plans:

@@ -55,8 +55,7 @@ def checkpoint_bytes(cost: Cost, plan: Plan) -> float:
 
 
 def about(cost: Cost, estimate: Estimate) -> list[str]:
-    """Sentences about the run that `flags` describes: its length, its checkpoints, its
-    options against the delay."""
+    """Sentences about the run that `flags` describes: its length, its checkpoints."""
     plan = estimate.plan
     seconds = estimate.seconds
     tokens = ITERATIONS * plan.global_batch * cost.model.sequence
@@ -64,17 +63,12 @@ def about(cost: Cost, estimate: Estimate) -> list[str]:
     evaluate = max(save, LEAST_EVAL_INTERVAL)
     size = checkpoint_bytes(cost, plan) / GIB
     each = tokens / cost.model.parameters()
-    lines = [
+    return [
         f"--train-iters {ITERATIONS}: {_time(ITERATIONS * seconds)} by these estimates "
         f"({_time(seconds)} an iteration), and {tokens / 1e9:.3g} billion tokens, {each:.3g} a parameter.",
         f"--save-interval {save}: a checkpoint of {size:.3g} GiB every {_time(save * seconds)}. "
         f"--eval-interval {evaluate}: an evaluation every {_time(evaluate * seconds)}.",
     ]
-    if plan.corrected:
-        lines.append(
-            "--two-bw-correction auto acts against the delay (docs/convergence.md). `none` switches it off."
-        )
-    return lines
 
 
 def _time(seconds: float) -> str:

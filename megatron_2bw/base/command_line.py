@@ -1,9 +1,9 @@
-"""Parsers of the commands of this room, whose flags stand in YAML files beside the
-code.
+"""Flags that stand in YAML files beside the code.
 
 Invariant: a file has options of argparse's `add_argument`, with types by name.
 """
 
+from argparse import SUPPRESS
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ TYPES = {
     "path": Path,
     "number": whole_number(0),
     "number above 0": whole_number(1),
+    "port": whole_number(1, 65535),
     "float": float,
 }
 Types = Mapping[str, Callable[[str], Any]]
@@ -35,16 +36,17 @@ def parser_of(prog: str, module: str, types: Types = TYPES) -> Parser:
         epilog=content.get("epilog"),
         allow_abbrev=False,
     )
-    add_flags(parser, content["flags"], types)
+    add_options(parser, content["flags"], types)
     for flags in content.get("one_of", ()):
-        add_flags(parser.add_mutually_exclusive_group(required=True), flags, types)
+        add_options(parser.add_mutually_exclusive_group(required=True), flags, types)
     return parser
 
 
-def add_flags(group: Any, flags: dict[str, dict], types: Types = TYPES) -> None:
+def add_options(group: Any, flags: dict[str, dict], types: Types = TYPES) -> None:
     """Add flags, each with its options, to a parser or a group of it. A flag may have
-    two names."""
+    two names; --help shows those with a help."""
     for names, options in flags.items():
+        chosen = {"help": SUPPRESS, **options}
         if "type" in options:
-            options["type"] = types[options["type"]]
-        group.add_argument(*names.split(), **options)
+            chosen["type"] = types[options["type"]]
+        group.add_argument(*names.split(), **chosen)
