@@ -3,9 +3,9 @@ docs/schedules.md.
 
     python docs/readme/draw.py
 
-schedules.png is simulated from the lists of actions that the runtime executes;
-results.png shows docs/bench/all_schedules.json, which docs/efficiency.md tells how to
-measure.
+schedules.png is simulated from the lists of actions that the runtime executes; its
+gaps are those of megatron_2bw/run/flags/correction_notes.yaml. results.png shows
+docs/bench/all_schedules.json, which docs/efficiency.md tells how to measure.
 """
 
 import json
@@ -13,35 +13,51 @@ from operator import itemgetter
 from pathlib import Path
 
 from megatron_2bw.base.files import new_figure
-from megatron_2bw.schedules import SCHEDULES, Shape
+from megatron_2bw.run.flags.correction_notes import percent_of, speed
+from megatron_2bw.schedules import SCHEDULES, Shape, TwoBW
 from megatron_2bw.tools.timelines.picture import draw_rows, draw_shapes
-from megatron_2bw.tools.timelines.simulator import Times, busy, simulate
+from megatron_2bw.tools.timelines.simulator import Times, simulate
 
 HERE = Path(__file__).resolve().parent
 HEIGHT = 2.7  # inches, 100 pixels of a page each
-PANELS = {"2bw": "2bw: no flush", "pipedream-flush": "1F1B with a flush"}
 SHAPE = Shape(4, 4, 0, 4)
 UNTIL = 44
+# the dial: late microbatches of eight, on eight stages
+LATE = (0, 2, 7)
+EIGHT = Shape(8, 8, 0, 6)
+UNTIL_EIGHT = 130
+TOKENS = (2048, 8192)  # of a batch, whose gaps are shown
 
 
 def draw_schedules(path: Path) -> None:
-    figure = new_figure(4.8, HEIGHT)
-    axes = figure.subplots(len(PANELS), 1, sharex=True)
-    for axis, (name, title) in zip(axes, PANELS.items()):
-        events = simulate(SCHEDULES[name], SHAPE, Times())
+    figure = new_figure(4.8, 3.9)
+    axes = figure.subplots(len(LATE), 1, sharex=True)
+    for axis, late in zip(axes, LATE):
+        events = simulate(TwoBW(late), EIGHT, Times())
         draw_rows(
             axis,
             events,
-            SHAPE,
+            EIGHT,
             numbers=False,
-            span=(0, UNTIL),
-            steps=name != "2bw",
+            span=(0, UNTIL_EIGHT),
+            steps=late == 0,
         )
-        share = busy(SCHEDULES[name], SHAPE.stages, SHAPE.microbatches)
-        heading = f"{title}, stages busy {share:.0%} in the steady state"
-        axis.set_title(heading, loc="left", fontsize=8.5)
-        axis.tick_params(labelsize=7.5)
-    legend = "light: forward, dark: backward, colours: batches, lines: updates"
+        heading = "1F1B with a flush: no microbatch late, the loss of vanilla"
+        if late:
+            times = speed(EIGHT.stages, EIGHT.microbatches, late)
+            share = late / EIGHT.microbatches
+            gaps = []
+            for tokens in TOKENS:
+                gaps.append(f"{percent_of(tokens, share):+.1f} % at {tokens:,}")
+            heading = (
+                f"{late} late: {times:.2f} times as fast; "
+                f"loss {', '.join(gaps)} tokens a batch"
+            )
+        axis.set_title(heading, loc="left", fontsize=7.5)
+        axis.tick_params(labelsize=7)
+    legend = (
+        "8 stages, 8 microbatches; light: forward, dark: backward, colours: batches"
+    )
     axes[-1].set_xlabel(legend, fontsize=7.5)
     axes[-1].set_xticks([])
     figure.savefig(path, dpi=300)
@@ -71,4 +87,6 @@ if __name__ == "__main__":
     draw_schedules(HERE / "schedules.png")
     panels = [(SCHEDULES[name], SHAPE) for name in ("2bw", "pipedream-flush", "gpipe")]
     draw_shapes(panels, HERE.parent / "schedules.png", until=UNTIL)
+    dial = [(TwoBW(late), EIGHT) for late in (0, 2, 4, 7)]
+    draw_shapes(dial, HERE.parent / "dial.png", until=UNTIL_EIGHT)
     draw_results(HERE.parent / "bench" / "all_schedules.json", HERE / "results.png")
