@@ -1,4 +1,4 @@
-"""Flags that stand in YAML files beside the code.
+"""Flags that stand in YAML files, one for a module.
 
 Invariant: a file has options of argparse's `add_argument`, with types by name.
 """

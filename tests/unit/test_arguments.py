@@ -23,13 +23,6 @@ SIZES = "--step-batch-size-schedule"
         (f"{SIZES}: a batch of 7", f"{SIZES} 0:4,64:7", 2, None, "2bw"),
         ("argument --two-bw-sync", "--two-bw-sync-iterations 1.5%", 2, 2, "2bw"),
         ("--two-bw-correction", "--two-bw-correction none", 2, 2, "megatron"),
-        (
-            "argument --two-bw-correction: 2.5",
-            "--two-bw-correction 2.5",
-            2,
-            2,
-            "2bw",
-        ),
         ("--two-bw-extra-warmup", "--two-bw-extra-warmup 1,1", 2, 8, "2bw"),
         ("--gpipe-round 4", "--gpipe-round 4", 2, 3, "gpipe"),
     ],

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_2bw.base.errors import UserError
 from megatron_2bw.base.portions import portions
 from megatron_2bw.mcore.correction import Correction
 from megatron_2bw.mcore.working_copy import resume_note
@@ -138,7 +139,6 @@ FEEDBACK = "--two-bw-correction 1"
         # 4 of 16 microbatches are late
         ("", dict(global_batch_size=32), Correction(0.5, 0.5)),
         ("", dict(global_batch_size=32, adam_beta1=0.4), Correction(0.1)),
-        (FEEDBACK, {}, Correction(1.0)),
         ("--two-bw-correction 0.5,3", {}, Correction(0.5, 3.0)),
     ],
 )
@@ -176,6 +176,8 @@ def test_flags_of_the_last_release():
     assert (args.two_bw_late, args.two_bw_memory) == (3, "one-slot")
     assert (args.pipeline_exchange, args.pipeline_trace) == ("gloo", Path("folder"))
     assert args.two_bw_correction == "1.0,2.0"
+    with pytest.raises(UserError, match="^--two-bw-correction 2.5: give"):
+        arguments("--two-bw-correction 2.5")
     args = arguments("--two-bw-optimizer host", rampup_batch_size=None)
     line = "> --two-bw-optimizer has another name now: --two-bw-memory host"
     assert translate(args) == [line]

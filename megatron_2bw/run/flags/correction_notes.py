@@ -51,7 +51,7 @@ def speed(stages: int, microbatches: int, late: int) -> float:
     return (microbatches + stages - 1) / slots
 
 
-def gap(tokens: int, share: float, corrected: bool = True) -> str:
+def gap(tokens: int, share: float, corrected: bool) -> str:
     """The measured gap of 2bw with a share of each batch late; without a correction
     only that of all was measured."""
     percent = percent_of(tokens, share)
