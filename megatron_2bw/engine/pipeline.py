@@ -14,7 +14,16 @@ from torch import Tensor
 
 from megatron_2bw.engine.p2p import Neighbours
 from megatron_2bw.engine.recorder import NoRecorder, Recorder
-from megatron_2bw.schedules import REDUCE, STEP, Action, B, F, Schedule, Shape
+from megatron_2bw.schedules import (
+    PREDICT,
+    REDUCE,
+    STEP,
+    Action,
+    B,
+    F,
+    Schedule,
+    Shape,
+)
 
 
 def warmed_up(iterations: int) -> bool:
@@ -56,6 +65,11 @@ class Update(Protocol):
 
     def begin_batch(self, batch: int, version: int) -> None:
         """Before the first backward of `batch`, which runs on W(version)."""
+
+    def predict(self, batch: int, done: float) -> None:
+        """PREDICT: before the first forward of `batch`, whose weights are predicted
+        from this share of the gradient of the batch before it: `done` of its
+        backwards."""
 
     def end_batch(self, batch: int, still_read: set[int]) -> None:
         """After the last backward of `batch`: REDUCE. still_read: weight versions that
@@ -123,6 +137,7 @@ class Pipeline:
         self._free_output = free_output
         self._defer_step = defer_step
         self._deferred: Action | None = None
+        self._last_backward = -1
         self.use_shape(shape)
 
     def use_shape(self, shape: Shape) -> None:
@@ -190,6 +205,10 @@ class Pipeline:
             start = self._forward(action)
         elif action.kind == B:
             start = self._backward(action)
+        elif action.kind == PREDICT:
+            first = (action.batch - 1) * self.shape.microbatches
+            done = self._last_backward + 1 - first
+            self.update.predict(action.batch, done / self.shape.microbatches)
         elif action.kind == REDUCE:
             self.update.end_batch(action.batch, self._still_read(action))
         else:
@@ -265,6 +284,7 @@ class Pipeline:
                 "a stage that received an input returns its gradient"
             )
             sender.send(input_gradient)
+        self._last_backward = action.microbatch
         return start
 
     def _still_read(self, reduce: Action) -> set[int]:

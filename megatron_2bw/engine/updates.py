@@ -48,6 +48,9 @@ class InPlaceUpdate:
     def begin_batch(self, batch: int, version: int) -> None:
         """The gradients are cleared by the step."""
 
+    def predict(self, batch: int, done: float) -> None:
+        """No batch is late."""
+
     def end_batch(self, batch: int, still_read: set[int]) -> None:
         self._reduce(batch)
 
@@ -101,6 +104,11 @@ class PerBatch:
 
     def begin_batch(self, batch: int, version: int) -> None:
         """Before the first backward of `batch`, which runs on W(version)."""
+
+    def predict(self, batch: int, done: float) -> None:
+        """Before the first forward of `batch`: write the weights that it will change to
+        the newest store. `done`: the share of the batch before it whose backwards have
+        run."""
 
     def end_batch(self, batch: int) -> Any:
         """After the last backward of `batch`: what its step gets."""
@@ -194,6 +202,10 @@ class LateUpdate:
 
     def begin_batch(self, batch: int, version: int) -> None:
         self._step.begin_batch(batch, version)
+
+    def predict(self, batch: int, done: float) -> None:
+        assert self.pending is None, "a step writes what a prediction reads"
+        self._step.predict(batch, done)
 
     def end_batch(self, batch: int, still_read: set[int]) -> None:
         """Launch the step of the batch."""

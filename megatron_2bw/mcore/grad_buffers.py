@@ -94,6 +94,13 @@ class Slot:
         for group in self.bucket_groups:
             group.finish_grad_sync(force_all_reduce=force_all_reduce)
 
+    def reduce(self) -> None:
+        """Run the reduction from its start."""
+        for group in self.bucket_groups:
+            if group.ddp_config.overlap_grad_reduce:
+                group.start_grad_sync()
+            group.finish_grad_sync()
+
     def scale_gradients(self, scaling_factor: Tensor) -> None:
         for buffer in self.buffers:
             buffer.scale_gradients(scaling_factor)
@@ -211,6 +218,7 @@ class LossScales(PerBatch):
         shadow = scale if saved is None else torch.full_like(scale, saved)
         self._by_version = {first - 1: shadow, first: scale}
         self.current = scale  # of the batch whose backwards run
+        self.scales_losses = any(scaler is not None for scaler in scalers)
         self.logged = float(scale)  # after the last completed step
 
     def now(self) -> Tensor:

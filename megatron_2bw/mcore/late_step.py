@@ -46,6 +46,7 @@ from megatron_2bw.mcore.grad_buffers import (
 )
 from megatron_2bw.mcore.host_memory import HostMemory, empty_pages, use_host_kernels
 from megatron_2bw.mcore.options import RunOptions
+from megatron_2bw.mcore.prediction import PredictedCopy
 from megatron_2bw.mcore.proxies import Proxies, thread_local_matmul_precision
 from megatron_2bw.mcore.rebinding import constant
 from megatron_2bw.mcore.routers import RouterBatch, Routers
@@ -103,6 +104,8 @@ class StepResult:
     save_complete  all ranks have written their parts of a checkpoint
     losses         auxiliary ones, which are summed
     correction     of the working copy in the store
+    gradient_scale what the sum of a batch's gradients was multiplied by: clipping and
+                   the token count; None of a skipped step
     """
 
     batch: int
@@ -117,6 +120,7 @@ class StepResult:
     losses: RouterBatch | None = None
     scale: Tensor | None = None
     correction: Correction = NO_CORRECTION
+    gradient_scale: float | None = None
 
 
 class LateStep(BatchStep):
@@ -169,6 +173,7 @@ class LateStep(BatchStep):
         self._optimizer = optimizer
         self._optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
         self._correction = NO_CORRECTION  # of the newest working copy
+        self._gradient_scale = resume.gradient_scale  # of the last step
         self.compiles = any(is_emerging(part.optimizer) for part in self._optimizers)
         self._make_parts(call, resume)
         self._take_over(optimizer, scheduler)
@@ -203,19 +208,26 @@ class LateStep(BatchStep):
         self._working: WorkingCopy | None = None
         if options.correction is not None:
             correction = options.correction(call.num_microbatches)
-            self._working = WorkingCopy(
+            make = PredictedCopy if self._schedule.predicts else WorkingCopy
+            self._working = make(
                 self._optimizers,
                 self._stores,
                 self._slots,
                 self._proxies,
                 takes_gradients=correction.gradient != 0,
-                saved=resume.working if self._schedule.reads_late(first) else {},
+                saved=self._saved_copy(resume, first),
             )
         self._scales = LossScales(self._optimizers, first, resume.loss_scale)
         self._per_batch: list[PerBatch] = [self._slots, self._scales]
         for part in (self._complete_gradients, self._routers, self._working):
             if part is not None:
                 self._per_batch.append(part)
+
+    def _saved_copy(self, resume: RunState, first: int) -> dict[Tensor, Tensor]:
+        """The working copy of W(first) in the checkpoint."""
+        if self._schedule.predicts or not self._schedule.reads_late(first):
+            return {}
+        return resume.working
 
     def _make_proxies(self, call: Call) -> None:
         """What Megatron's optimizers step, and the gradients that they read."""
@@ -276,11 +288,23 @@ class LateStep(BatchStep):
         for part in self._per_batch:
             part.begin_batch(batch, version)
 
+    def predict(self, batch: int, done: float) -> None:
+        slot = self._slots.gradients_of(batch - 1)
+        if any(group.size() > 1 for group in self._groups.data):
+            slot = slot.twin(Tensor.clone)
+            slot.reduce()
+        times: float | Tensor = self._gradient_scale / done
+        if self._scales.scales_losses:
+            times = times / self._scales.current
+        self._correction = self._options.correction(0)
+        self._working.predict(slot, times, self._correction.ahead)
+
     def job(self, batch: int, target: int) -> Callable[[], StepResult]:
         ended = self._stage.end_batch(batch)
-        self._correction = NO_CORRECTION
+        correction = NO_CORRECTION
         if self._working is not None and self._schedule.reads_late(batch + 1):
-            self._correction = self._options.correction(ended.next_microbatches)
+            correction = self._options.correction(ended.next_microbatches)
+        self._correction = correction
         if self._complete_gradients is not None:
             self._complete_gradients.end_batch(batch)
         wants_exit = self._options.wants_exit
@@ -294,7 +318,7 @@ class LateStep(BatchStep):
             samples=ended.samples,
             marks=self._clock.marks(),
             wants_exit=wants_exit is not None and wants_exit(),
-            correction=self._correction,
+            correction=correction,
         )
         return partial(self.run_job, step_input)
 
@@ -302,6 +326,8 @@ class LateStep(BatchStep):
         for part in self._per_batch:
             part.complete(batch, result)
         self.has_run |= result.stepped
+        if result.gradient_scale is not None:
+            self._gradient_scale = result.gradient_scale
         self.results.append(result)
 
     def has_stepped(self, result: StepResult) -> bool:
@@ -336,6 +362,7 @@ class LateStep(BatchStep):
             working=self._working.values() if self._working is not None else {},
             correction=self._correction or None,
             sync_iterations=self._schedule.sync_iterations,
+            gradient_scale=self._gradient_scale,
         )
 
     def _logged_scale(self) -> Tensor:
@@ -359,10 +386,11 @@ class LateStep(BatchStep):
             exit_requested, save_complete = self._ask_all(step_input.wants_exit)
             stepped, norm, zeros = self._step(step_input, views)
             scale = self._scales.now()
+            norm = None if norm is None else float(norm)
             return StepResult(
                 batch=step_input.batch,
                 stepped=bool(stepped),
-                grad_norm=None if norm is None else float(norm),
+                grad_norm=norm,
                 zeros=zeros,
                 loss_scale=float(scale),
                 learning_rate=get_canonical_lr_for_logging(
@@ -374,7 +402,17 @@ class LateStep(BatchStep):
                 losses=step_input.routers,
                 scale=scale,
                 correction=step_input.correction,
+                gradient_scale=self._scale_of(step_input, norm) if stepped else None,
             )
+
+    def _scale_of(self, step_input: StepInput, norm: float | None) -> float:
+        scale = 1.0
+        limit = self._optimizer.config.clip_grad
+        if norm is not None and limit > 0:
+            scale = min(limit / (norm + 1e-6), 1.0)
+        if step_input.tokens is not None:
+            scale /= max(int(step_input.tokens), 1)
+        return scale
 
     def _reduce(self, step_input: StepInput) -> None:
         """The data-parallel reduction, and the sums of what the routers count."""

@@ -27,13 +27,13 @@ from megatron_2bw.mcore.correction import NO_CORRECTION, Correction
 from megatron_2bw.mcore.grad_buffers import GradientSlots
 from megatron_2bw.mcore.proxies import Proxies
 
-# Where Megatron's optimizers hold the fp32 main parameters (or shards of them) that
-# they copy to the model's.
-MAIN_GROUPS = (
-    "fp32_from_float16_groups",
-    "shard_fp32_from_float16_groups",
-    "shard_fp32_groups",
-)
+# Where Megatron's optimizers hold parameters of the model, and the fp32 main parameters
+# (or shards of them) that they copy to these.
+MAIN_GROUPS = {
+    "float16_groups": "fp32_from_float16_groups",
+    "model_float16_groups": "shard_fp32_from_float16_groups",
+    "model_fp32_groups": "shard_fp32_groups",
+}
 # Classes of torch, Apex and Transformer Engine whose last gradient's part of an update
 # can be computed on its own.
 ADAM, SGD = ("Adam", "AdamW", "FusedAdam"), ("SGD", "FusedSGD")
@@ -125,7 +125,7 @@ class WorkingCopy(PerBatch):
         """
         self._correction = correction
         for part in self._copy:
-            self._before[part] = [main.detach().clone() for main in _mains(part)]
+            self._before[part] = [main.detach().clone() for main in mains_of(part)]
         self._write_own(views)
         result = megatron_step()
         if result[0]:
@@ -207,10 +207,16 @@ class WorkingCopy(PerBatch):
         if working is None:
             self._copy[part]()
             return
-        mains = _mains(part)
+        mains = mains_of(part)
+        self._correct(working, [main.data for main in mains], mains)
+        self._copy_values(part, working)
+
+    def _copy_values(self, part: Any, values: list[Tensor]) -> None:
+        """Megatron's copy from main to model parameters, with these as the main
+        parameters."""
+        mains = mains_of(part)
         true = [main.data for main in mains]
-        self._correct(working, true, mains)
-        for main, tensor in zip(mains, working):
+        for main, tensor in zip(mains, values):
             main.data = tensor
         try:
             self._copy[part]()
@@ -274,22 +280,46 @@ def add_gradients(
     if kind in SGD:
         torch._foreach_add_(working, gradients, alpha=-times * rate)
     elif kind in ADAM:
-        beta1, beta2 = group["betas"]
-        states = [optimizer.state[tensor] for tensor in stepped]
-        # torch counts in the state. Megatron leaves the saved count of a resumed run in
-        # the group, where Apex counts.
-        count = float(states[0]["step"] if "step" in states[0] else group["step"])
-        below = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
-        torch._foreach_div_(below, (1 - beta2**count) ** 0.5)
-        torch._foreach_add_(below, group["eps"])
+        below = adam_denominators(optimizer, group, stepped)
         torch._foreach_addcdiv_(
-            working, gradients, below, value=-times * (1 - beta1) * rate
+            working, gradients, below, value=-times * (1 - group["betas"][0]) * rate
         )
 
 
-def _mains(part: Any) -> list[Tensor]:
-    groups = [getattr(part, name, ()) for name in MAIN_GROUPS]
-    return [*chain(*chain(*groups))]
+def adam_denominators(
+    optimizer: Any, group: dict[str, Any], tensors: list[Tensor]
+) -> list[Tensor]:
+    """What Adam has divided by in its last step."""
+    squares = [optimizer.state[tensor]["exp_avg_sq"] for tensor in tensors]
+    below = torch._foreach_sqrt(squares)
+    count = steps_of(optimizer, group, tensors[0])
+    torch._foreach_div_(below, (1 - group["betas"][1] ** count) ** 0.5)
+    torch._foreach_add_(below, group["eps"])
+    return below
+
+
+def steps_of(optimizer: Any, group: dict[str, Any], tensor: Tensor) -> float:
+    """The steps of a tensor so far."""
+    state = optimizer.state.get(tensor)
+    if not state:
+        return 0.0
+    # torch counts in Adam's state. Megatron leaves the saved count of a resumed run in
+    # the group, where Apex counts.
+    return float(state["step"] if "step" in state else group.get("step", 1))
+
+
+def mains_of(part: Any) -> list[Tensor]:
+    """The main parameters of an optimizer of Megatron."""
+    return [main for _, main in with_mains(part)]
+
+
+def with_mains(part: Any) -> list[tuple[Tensor, Tensor]]:
+    """Parameters of the model, and their main parameters."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for params, mains in MAIN_GROUPS.items():
+        own = chain(*getattr(part, params, ()))
+        pairs += zip(own, chain(*getattr(part, mains, ())))
+    return pairs
 
 
 def resume_note(before: Correction, after: Correction) -> str:

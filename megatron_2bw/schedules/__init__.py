@@ -2,6 +2,7 @@
 validator and pictures."""
 
 from megatron_2bw.schedules.base import (
+    PREDICT,
     REDUCE,
     STEP,
     Action,
@@ -32,12 +33,13 @@ def schedule_of(
     memory: str = "two-slots",
     extra_warmup: tuple[int, ...] = (),
     sync_iterations: int = 0,
+    predicts: bool = False,
     gpipe_round: int | None = None,
 ) -> Schedule | None:
     """The schedule of --pipeline-schedule `name` with the options of 2bw and gpipe;
     None for Megatron's own."""
     if name == TwoBW.name:
-        return TwoBW(late, memory, extra_warmup, sync_iterations)
+        return TwoBW(late, memory, extra_warmup, sync_iterations, predicts)
     if name == GPipe.name:
         return GPipe(gpipe_round)
     return SCHEDULES.get(name)

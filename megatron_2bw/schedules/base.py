@@ -8,17 +8,18 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-F, B, REDUCE, STEP = "F", "B", "R", "S"
+F, B, REDUCE, STEP, PREDICT = "F", "B", "R", "S", "P"
 
 
 class Action(NamedTuple):
     """What a stage does next.
 
     kind     F (forward), B (backward), R (start of the data-parallel reduction), S
-             (optimizer step)
-    number   of the `microbatch` of F and B; of the `batch` of R and S
+             (optimizer step), P (prediction of the weights that a late batch needs)
+    number   of the `microbatch` of F and B; of the `batch` of R, S and P
     version  F, B: the microbatch runs on W(version); R: the version its gradients
-             belong to; S: the step writes W(version)
+             belong to; S: the step writes W(version); P: the batch runs on the store
+             of W(version), which gets the prediction of W(version + 1)
     chunk    the part of the stage's model, where a stage holds several
     """
 
@@ -31,13 +32,13 @@ class Action(NamedTuple):
     def microbatch(self) -> int:
         """The microbatch of F and B, counted from the start of training: batch j holds
         microbatches jm ... (j+1)m - 1."""
-        assert self.kind not in (REDUCE, STEP), f"{self} is of a batch"
+        assert self.kind in (F, B), f"{self} is of a batch"
         return self.number
 
     @property
     def batch(self) -> int:
-        """The batch of R and S."""
-        assert self.kind in (REDUCE, STEP), f"{self} is of a microbatch"
+        """The batch of R, S and P."""
+        assert self.kind not in (F, B), f"{self} is of a microbatch"
         return self.number
 
     def __str__(self) -> str:
@@ -54,7 +55,7 @@ def parse_actions(text: str) -> list[Action]:
     """
     actions = []
     for word in text.split():
-        match = re.fullmatch(r"([FBRS])(\d+)@(\d+)(?:\.(\d+))?", word)
+        match = re.fullmatch(r"([FBRSP])(\d+)@(\d+)(?:\.(\d+))?", word)
         if match is None:
             raise ValueError(f"not an action: {word!r} (expected for instance F12@3)")
         actions.append(
@@ -107,6 +108,7 @@ class Schedule:
     # batches at the start without gradient delay, in a schedule that delays the others
     sync_iterations: int = 0
     late: int | str = 0  # microbatches of a batch that run on older weights
+    predicts: bool = False  # its late microbatches run on predicted weights
     memory: str = "two-slots"  # where a late step finds gradients and optimizer
     # microbatches after which the pipeline drains inside a batch, in a schedule that
     # does
@@ -187,6 +189,10 @@ class Schedule:
     def reads_late(self, version: int) -> bool:
         """Whether W(version) is read only by batches with microbatches whose gradients
         come an update late."""
+        return False
+
+    def is_predicted(self, shape: Shape, batch: int) -> bool:
+        """Whether the microbatches of `batch` run on predicted weights."""
         return False
 
     def max_versions(self, shape: Shape, stage: int) -> int:

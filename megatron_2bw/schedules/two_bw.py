@@ -4,7 +4,16 @@
 
 from dataclasses import dataclass
 
-from megatron_2bw.schedules.base import Action, B, Schedule, Shape, reduce, step
+from megatron_2bw.schedules.base import (
+    PREDICT,
+    Action,
+    B,
+    F,
+    Schedule,
+    Shape,
+    reduce,
+    step,
+)
 
 NONE_LATE = (0, "0%")  # values of `late`
 
@@ -39,6 +48,11 @@ class TwoBW(Schedule):
                     microbatch's time; with k each is hidden up to k / 2 of that time.
                     For slow links; it costs the activations of k microbatches.
     sync_iterations the first n batches have no late microbatches. Batch 0 never has.
+    predicts        with all late: PREDICT of batch j + 1 stands before its first
+                    forward on the stage, or before REDUCE of batch j if that comes
+                    first. W(j) is complete there, and nothing has read its store yet:
+                    the prediction takes its place. So the first late batch, whose W(j)
+                    batch j reads too, is not predicted.
     """
 
     name = "2bw"
@@ -50,6 +64,7 @@ class TwoBW(Schedule):
     memory: str = "two-slots"
     extra_warmup: tuple[int, ...] = ()
     sync_iterations: int = 0
+    predicts: bool = False
 
     def ahead(self, shape: Shape, stage: int) -> int:
         boundaries = shape.stages - 1
@@ -88,6 +103,11 @@ class TwoBW(Schedule):
         order = self.order(shape, stage, iteration)
         if iteration > shape.first:
             order.insert(self._latest(order, iteration), step(iteration - 1))
+        if iteration + 1 < shape.end and self.is_predicted(shape, iteration + 1):
+            order.insert(
+                _first_forward(order, iteration),
+                Action(PREDICT, iteration + 1, iteration),
+            )
         order.append(reduce(iteration))
         if iteration == shape.end - 1:
             order.append(step(iteration))
@@ -108,9 +128,23 @@ class TwoBW(Schedule):
             latest = backwards[0]
         return min([latest, *readers])
 
+    def is_predicted(self, shape: Shape, batch: int) -> bool:
+        if not self.predicts or batch <= shape.first:
+            return False
+        return self.reads_late(batch - 1)
+
     def max_versions(self, shape: Shape, stage: int) -> int:
         return 2
 
     def max_in_flight(self, shape: Shape, stage: int) -> int:
         crossing = self.crossing(shape, stage, self.sync_iterations + 1)
         return min(self.ahead(shape, stage) + 1, shape.microbatches + crossing)
+
+
+def _first_forward(order: list[Action], version: int) -> int:
+    """The index in `order` of the first forward on W(version); its end if there is
+    none."""
+    for place, action in enumerate(order):
+        if action.kind == F and action.version == version:
+            return place
+    return len(order)

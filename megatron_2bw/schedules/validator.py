@@ -7,7 +7,16 @@ and no weights that are still read are overwritten.
 
 from typing import NoReturn
 
-from megatron_2bw.schedules.base import REDUCE, STEP, Action, B, F, Schedule, Shape
+from megatron_2bw.schedules.base import (
+    PREDICT,
+    REDUCE,
+    STEP,
+    Action,
+    B,
+    F,
+    Schedule,
+    Shape,
+)
 
 
 class ScheduleError(ValueError):
@@ -21,6 +30,7 @@ class _Stage:
     forwards   microbatches in the order in which their outputs are sent; so backwards
     in_flight  the weight version of each microbatch between its forward and backward
     versions   of all forwards so far
+    predicted  batches whose weights are predicted
     newest     the newest weight version
     held       the weight versions in the stores
     """
@@ -38,6 +48,7 @@ class _Stage:
         self.backwards: list[int] = []
         self.in_flight: dict[int, int] = {}
         self.versions: dict[int, int] = {}
+        self.predicted: set[int] = set()
         self.newest = newest
         # a resumed 2BW run starts with W(first) and the shadow weights W(first - 1)
         self.held = self.kept() | {newest}
@@ -53,7 +64,7 @@ class _Stage:
         forwards still read."""
         versions = set(self.in_flight.values())
         for action in self.actions[self.position :]:
-            if action.kind == F:
+            if action.kind in (F, PREDICT):
                 versions.add(action.version)
         return {version for version in versions if version <= self.newest}
 
@@ -159,6 +170,8 @@ class _DryRun:
             self.backward(stage, action)
         elif action.kind == REDUCE:
             self.reduce(stage, action)
+        elif action.kind == PREDICT:
+            self.predict(stage, action)
         else:
             self.step(stage, action)
         stage.position += 1
@@ -179,6 +192,10 @@ class _DryRun:
         reads = f"{action} reads W({action.version})"
         if action.version not in stage.held:
             self.fail(stage, f"{reads}, which the stage does not hold")
+        batch = self.shape.batch(x)
+        if self.schedule.is_predicted(self.shape, batch):
+            if batch not in stage.predicted:
+                self.fail(stage, f"{action} before P{batch}")
         if before is not None and self.schedule.same_version_everywhere:
             other = before.versions[x]
             if other != action.version:
@@ -221,6 +238,15 @@ class _DryRun:
                 stage,
                 f"{action}: versions {sorted(kept)} leave no free weight store for its step",
             )
+
+    def predict(self, stage: _Stage, action: Action) -> None:
+        if action.version != stage.newest:
+            self.fail(stage, f"{action}: the newest weights are W({stage.newest})")
+        if action.version in stage.versions.values():
+            self.fail(stage, f"{action} overwrites weights that a forward has read")
+        if stage.has_reduced(action.batch - 1):
+            self.fail(stage, f"{action} while the step of that batch may run")
+        stage.predicted.add(action.batch)
 
     def step(self, stage: _Stage, action: Action) -> None:
         self.check_backwards(stage, action)

@@ -76,7 +76,11 @@ class TwoBW:
             for name, param in self.params.items():
                 sums[name].add_(param.grad)
                 param.grad = None
+            self.after_backward(microbatch, sums)
         return sums
+
+    def after_backward(self, microbatch: int, sums: dict[str, torch.Tensor]) -> None:
+        """The gradients so far; for a subclass."""
 
     def update(self, batch: int, gradients: dict[str, torch.Tensor]) -> None:
         for name, main in self.main.items():

@@ -27,6 +27,10 @@ class Rule:
     factor        late microbatches run on W(v) + factor (W(v) - W(v-1))
     gradient      that many times the last gradient's part of the update is added, too.
                   W'(j), the working copy of W(j), has factor and gradient of batch j
+    ahead         late microbatches run on the predicted next weights, and on so many
+                  updates more
+    known         by stage, the microbatches whose gradients its prediction knows
+    summed        the parameters whose gradients are summed over ranks of a pipeline
     norm_order    of TwoBW
     poison        batch with an infinite gradient, whose step is skipped
     """
@@ -36,6 +40,9 @@ class Rule:
     late: int | tuple[int, ...] | None = None
     factor: float | tuple[float, ...] = 0.0
     gradient: float | tuple[float, ...] = 0.0
+    ahead: float | None = None
+    known: tuple[int, ...] = ()
+    summed: tuple[str, ...] = ()
     norm_order: list[list[str]] = field(default_factory=list)
     poison: int | None = None
 
@@ -111,6 +118,8 @@ class MegatronReference(TwoBW):
         self.finite_steps = 0
         self.hysteresis = args.hysteresis
         self.run = Run()
+        self.so_far = {}  # gradients that a prediction knows
+        self.gradient_scale = 1.0  # of the last step: clipping, token count
 
     def result(self) -> Run:
         self.train(self.args.train_iters)
@@ -173,6 +182,53 @@ class MegatronReference(TwoBW):
                         root = adam_root(group, part.state[main])
                         weight.addcdiv_(main.grad, root, value=-(times * (1 - beta1)))
 
+    # Predicted weights
+
+    def after_backward(self, microbatch: int, sums: dict[str, torch.Tensor]) -> None:
+        for names, known in zip(self.norm_order, self.rule.known):
+            if microbatch + 1 == known:
+                for name in names:
+                    share = known / self.microbatches
+                    self.so_far[name] = (sums[name].float().clone(), share)
+
+    def predict(self, batch: int) -> None:
+        """W'(batch), near W(batch + 1), from the optimizer's state before that step."""
+        names = {main: name for name, main in self.main.items()}
+        predicted = self.versions[batch]
+        for part in self.optimizer.parts:
+            for group in part.param_groups:
+                for main in group["params"]:
+                    state = part.state.get(main)
+                    if state or isinstance(part, torch.optim.SGD):
+                        name = names[main]
+                        next_weight = self.next_weight(batch, name, main, group, state)
+                        ahead = 1 + self.rule.ahead
+                        weight = torch.lerp(main.detach(), next_weight, ahead)
+                        predicted[name] = weight.to(self.params[name].dtype)
+
+    def next_weight(self, batch, name, main, group, state) -> torch.Tensor:
+        so_far, share = self.so_far[name]
+        gradient = so_far * (self.gradient_scale / share / self.loss_scale(batch))
+        rate = group["lr"]
+        weight = main.detach()
+        if self.args.optimizer == "sgd":
+            momentum = state["momentum_buffer"]
+            if name in self.rule.summed:
+                gradient = momentum * (1 - group["momentum"])
+            gradient = gradient.add(weight, alpha=group["weight_decay"])
+            return weight.add(momentum * group["momentum"] + gradient, alpha=-rate)
+        beta1 = group["betas"][0]
+        step = float(state["step"])
+        mean = state["exp_avg"] / (1 - beta1**step)
+        if name in self.rule.summed:
+            gradient = mean
+        if self.args.fp16:
+            gradient = torch.where(gradient.isfinite(), gradient, mean)
+        mean = torch.lerp(state["exp_avg"], gradient, 1 - beta1)
+        stepped = weight * (1 - rate * group["weight_decay"])
+        rate /= 1 - beta1 ** (step + 1)
+        return stepped.addcdiv(mean, adam_root(group, state), value=-rate)
+
     # The gradients of a batch
 
     def gradients(self, batch: int) -> dict[str, torch.Tensor]:
@@ -187,6 +243,7 @@ class MegatronReference(TwoBW):
         for loss, count in totals.values():
             self.run.losses.append(loss / count)
         if self.args.calculate_per_token_loss:
+            self.tokens = int(totals["lm loss"][1])
             for gradient in sums.values():
                 gradient.mul_(1.0 / totals["lm loss"][1])
         return sums
@@ -223,6 +280,8 @@ class MegatronReference(TwoBW):
         for group, megatron in zip(self.optimizer.param_groups, self.megatron_groups):
             group["lr"] = megatron["lr"]
             group["weight_decay"] = megatron["weight_decay"]
+        if self.rule.ahead is not None and batch >= max(self.rule.sync, 1):
+            self.predict(batch)
         finite = self.step(batch, gradients)
         if finite:  # the learning rate moves on when all ranks have stepped
             samples = self.microbatches * self.args.micro_batch_size
@@ -234,6 +293,12 @@ class MegatronReference(TwoBW):
         finite = all_finite(gradients.values())
         if finite:
             super().update(batch, gradients)
+            norm = self.grad_norms[-1]
+            self.gradient_scale = 1.0
+            if self.clip_grad:
+                self.gradient_scale = min(self.clip_grad / (norm + 1e-6), 1.0)
+            if self.args.calculate_per_token_loss:
+                self.gradient_scale /= self.tokens
         return finite
 
     def _update_biases(self) -> None:

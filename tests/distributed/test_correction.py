@@ -36,7 +36,7 @@ from tests.distributed.test_checkpoint import (
     run_saving,
 )
 from tests.distributed.test_late_step import OVERLAP
-from tests.distributed.test_update_rule import POISONED, SCALE, poison
+from tests.distributed.test_update_rule import NO_BIAS, POISONED, SCALE, poison
 from tests.distributed.training import Run, command, train
 
 FEEDBACK = "--two-bw-correction 1"
@@ -257,3 +257,39 @@ def test_evaluation_and_checkpoint_have_the_true_weights(precision, tmp_path):
     alone = command(2, 4, "megatron", *model, evaluate, load)
     megatron = run_world(2, evaluated, alone)
     assert runs[-1].events[0] == megatron[-1].events[0]
+
+
+# Stages, microbatches; flags of both, and of the pipeline alone; changes.
+PREDICTED = {
+    "clipped": ((2, 4), UNTIED, "", {}),
+    "one stage": ((1, 3), "--bf16", "", {}),
+    "every share of four": ((4, 4), f"{UNTIED} --bf16 --clip-grad 0", "", {}),
+    "sgd": ((4, 5), f"{UNTIED} --clip-grad 0", "", SGD),
+    "tied": ((2, 2), NO_BIAS, "--two-bw-memory one-slot", {}),
+    "per token": ((2, 5), f"{UNTIED} --calculate-per-token-loss", "", {}),
+    "extra warm-up": ((2, 4), UNTIED, "--two-bw-extra-warmup 1", {}),
+    "distributed": (
+        (2, 4),
+        f"{UNTIED} --bf16",
+        "--use-distributed-optimizer --two-bw-memory shard",
+        {},
+    ),
+}
+
+
+@pytest.mark.proof("clipped", "tied")
+@pytest.mark.parametrize("name", PREDICTED)
+def test_predicted_weights(name):
+    """Where a stage knows another share of the gradient of the batch before."""
+    (stages, microbatches), flags, own, changes = PREDICTED[name]
+    ahead = 2 if "extra" in name else 1  # of each boundary
+    known = [microbatches - ahead * (stages - 1 - stage) for stage in range(stages)]
+    rule = dict(sync=2, ahead=0.25, known=tuple(known))
+    tolerance = 0.0
+    if name == "tied":  # see test_tied_embeddings
+        rule["summed"] = ("embedding.word_embeddings.weight",)
+        tolerance = 1e-6
+    own += " --two-bw-correction predict,0.25 --two-bw-sync-iterations 2"
+    check_rule(
+        stages, microbatches, flags, own=own, tolerance=tolerance, rule=rule, **changes
+    )

@@ -69,6 +69,7 @@ class RunState:
     correction  of these working copies; None: they are the true weights
     sync_iterations  the length of the run's synchronous start; None: that of the
                      command line
+    gradient_scale   see `StepResult` (late_step.py), of the last step
     """
 
     shadow: dict[Tensor, Tensor] = field(default_factory=dict)
@@ -76,6 +77,7 @@ class RunState:
     working: dict[Tensor, Tensor] = field(default_factory=dict)
     correction: Correction | None = None
     sync_iterations: int | None = None
+    gradient_scale: float = 1.0
 
 
 class Checkpoints:
@@ -135,6 +137,8 @@ class Checkpoints:
             "loss_scale": None if values["args"].no_save_optim else run.loss_scale,
             "factor": None,
             "gradient": None,
+            "ahead": None,
+            "gradient_scale": run.gradient_scale,
             "sync_iterations": run.sync_iterations,
         }
         if run.correction:
@@ -254,6 +258,7 @@ class Checkpoints:
             working=self._copy(model, "working"),
             correction=correction_of_checkpoint(self._saved) if shadow else None,
             sync_iterations=self._saved.get("sync_iterations") if late else None,
+            gradient_scale=self._saved.get("gradient_scale", 1.0),
         )
         self._runtime.resume(state)
 
@@ -279,7 +284,7 @@ def correction_of_checkpoint(saved: dict[str, Any]) -> Correction | None:
         factor = factor.partition(":")[0]
     if factor is None:
         return None
-    return Correction(float(factor), float(gradient or 0))
+    return Correction(float(factor), float(gradient or 0), saved.get("ahead"))
 
 
 def _biases(model: Any) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_2bw.base.files import read_yaml
 from megatron_2bw.run.flags.environment import exchange
 from megatron_2bw.run.flags.project_flags import add_flags
-from megatron_2bw.run.flags.resolve import batch_sizes, replica
+from megatron_2bw.run.flags.resolve import batch_sizes, obstacle, replica
 from megatron_2bw.run.flags.rule import Args, asks, have, installed, value
 
 _TABLES = read_yaml(Path(__file__).with_suffix(".yaml"))
@@ -39,6 +39,10 @@ def _mistakes(args: Args) -> Iterator[str]:
                 yield f"{flag} does not work with --sft-data: leave it out"
     if args.sft_packed:
         yield from _mistakes_of_packed(args)
+    correction = args.two_bw_correction
+    if correction.startswith("predict") and args.pipeline_schedule == "2bw":
+        if why := obstacle(args):
+            yield f"--two-bw-correction {correction}: {why}"
     yield from _mistakes_of_warmup(args)
     if replica(args):  # else Megatron reports it
         yield from _mistakes_of_batches(args)

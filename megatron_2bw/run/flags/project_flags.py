@@ -41,15 +41,15 @@ def late(text: str) -> int | str:
 
 
 def correction(text: str) -> str:
-    """The value of --two-bw-correction: auto, none, or FACTOR[,GRADIENT]. UserError for
-    others."""
+    """The value of --two-bw-correction: auto, none, predict[,AHEAD], or
+    FACTOR[,GRADIENT]. UserError for others."""
     if text not in ("auto", "none", "extrapolate"):  # the last one is translated
         try:
             correction_of(text)
         except ValueError:
             raise UserError(
                 f"--two-bw-correction {text}: give auto, none, or a factor from 0 to 2 "
-                "and a gradient from 0 to 10, such as 1.25,1.25"
+                "and a gradient from 0 to 10, such as 1.25,1.25; or predict"
             ) from None
     return text
 

@@ -24,7 +24,7 @@ from megatron_2bw.mcore.correction import Correction
 from megatron_2bw.mcore.options import RunOptions
 from megatron_2bw.mcore.rebinding import constant
 from megatron_2bw.run.flags.rule import Args
-from megatron_2bw.schedules import NONE_LATE, Schedule, schedule_of
+from megatron_2bw.schedules import NONE_LATE, Schedule, Shape, TwoBW, schedule_of
 
 # Optimizers whose update is a running mean of gradients, and the decay of that mean.
 DECAYS = {
@@ -36,6 +36,8 @@ DECAYS = {
 # updates that `auto` looks ahead if some microbatches are late; it lowers the noise
 # (docs/convergence.md)
 AHEAD = 0.25
+# updates beyond the predicted weights, with `predict` (docs/convergence.md)
+PREDICTED_AHEAD = 0.25
 # below it `auto` adds the best factor of a gradient of pure noise, the momentum
 LEAST_MOMENTUM = 0.8
 # iterations of a synchronous start at most; the curvature is largest at the start, also
@@ -69,6 +71,7 @@ def schedule_for(args: Args, iterations: int = 0) -> Schedule | None:
         memory=args.two_bw_memory,
         extra_warmup=args.two_bw_extra_warmup,
         sync_iterations=_sync_iterations(args, iterations),
+        predicts=prediction(args) is not None,
         gpipe_round=args.gpipe_round,
     )
 
@@ -110,6 +113,8 @@ def _correction(args: Args, schedule: Schedule) -> Callable[[int], Correction] |
     docs/convergence.md."""
     if args.two_bw_correction == "none" or args.two_bw_late in NONE_LATE:
         return None
+    if predicted := prediction(args):
+        return constant(predicted)
     if args.two_bw_correction != "auto":
         return constant(correction_of(args.two_bw_correction))
     momentum = getattr(args, DECAYS.get(args.optimizer, ""), LEAST_MOMENTUM)
@@ -125,10 +130,48 @@ def _correction(args: Args, schedule: Schedule) -> Callable[[int], Correction] |
     return auto
 
 
+def prediction(args: Args) -> Correction | None:
+    """The correction of `predict`, which `auto` is where it can be and all microbatches
+    are late; else None."""
+    text = args.two_bw_correction
+    if text.startswith("predict"):
+        return correction_of(text)
+    ranks = args.pipeline_model_parallel_size * args.tensor_model_parallel_size
+    if text == "auto" and args.world_size == ranks and obstacle(args) is None:
+        return correction_of("predict")
+    return None
+
+
+def obstacle(args: Args) -> str | None:
+    """Why the weights of late microbatches cannot be predicted; None if they can."""
+    if args.two_bw_late != "all":
+        return "it needs --two-bw-late all: add it"
+    if args.optimizer not in ("adam", "sgd"):
+        return f"it has no prediction for --optimizer {args.optimizer}: use auto"
+    if args.two_bw_memory == "host":
+        return "the moments of --two-bw-memory host are not on the device: use auto"
+    stages = args.pipeline_model_parallel_size
+    schedule = TwoBW(extra_warmup=args.two_bw_extra_warmup)
+    ahead = schedule.ahead(Shape(stages, 1), 0)
+    for size in batch_sizes(args):
+        count = size // (replica(args) or 1)
+        if count <= ahead:
+            return (
+                f"{count} microbatches leave the first stage no gradient before the "
+                f"next batch begins: use {ahead + 1} or more, or auto"
+            )
+    return None
+
+
 def correction_of(text: str) -> Correction:
-    """The correction of FACTOR[,GRADIENT], 0 to 2 and 0 to 10. ValueError for
-    others."""
+    """The correction of FACTOR[,GRADIENT], 0 to 2 and 0 to 10, or of predict[,AHEAD], 0
+    to 2. ValueError for others."""
     factor, _, gradient = text.partition(",")
+    if factor == "predict":
+        ahead = float(gradient or PREDICTED_AHEAD)
+        if 0 <= ahead <= 2:
+            return Correction(ahead=ahead)
+        raise ValueError(text)
     correction = Correction(float(factor), float(gradient or 0))
     if not (0 <= correction.factor <= 2 and 0 <= correction.gradient <= 10):
         raise ValueError(text)
