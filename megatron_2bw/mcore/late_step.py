@@ -46,7 +46,7 @@ from megatron_2bw.mcore.grad_buffers import (
 )
 from megatron_2bw.mcore.host_memory import HostMemory, empty_pages, use_host_kernels
 from megatron_2bw.mcore.options import RunOptions
-from megatron_2bw.mcore.prediction import PredictedCopy
+from megatron_2bw.mcore.prediction import Estimate, PredictedCopy
 from megatron_2bw.mcore.proxies import Proxies, thread_local_matmul_precision
 from megatron_2bw.mcore.rebinding import constant
 from megatron_2bw.mcore.routers import RouterBatch, Routers
@@ -295,9 +295,9 @@ class LateStep(BatchStep):
             slot.reduce()
         times: float | Tensor = self._gradient_scale / done
         if self._scales.scales_losses:
-            times = times / self._scales.current
+            times = times / self._scales.current.squeeze()
         self._correction = self._options.correction(0)
-        self._working.predict(slot, times, self._correction.ahead)
+        self._working.predict(slot, Estimate(done, times), self._correction.ahead)
 
     def job(self, batch: int, target: int) -> Callable[[], StepResult]:
         ended = self._stage.end_batch(batch)

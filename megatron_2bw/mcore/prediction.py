@@ -9,8 +9,9 @@ run on
 
 V(j+1) is the optimizer's step from W(j) with an estimate of the gradient of batch j:
 the gradient so far divided by the part of the batch that it is of, and clipped as the
-last one was. Adam's second moment is that of the last step. W(j+1) itself is Megatron's
-own step of the complete gradient.
+last one was. Its square counts in Adam's second moment by that part: it has more noise
+than the gradient of a batch. W(j+1) itself is Megatron's own step of the complete
+gradient.
 
 The estimate is the mean of the past gradients, as the optimizer's momentum has it, for
 parameters whose gradient is a sum over stages or tensor-parallel ranks (tied
@@ -22,6 +23,7 @@ Invariant: nothing here waits for the GPU, or for another stage.
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,6 +42,18 @@ from megatron_2bw.mcore.working_copy import (
     steps_of,
     with_mains,
 )
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How the gradient of a batch is estimated by its part that is known.
+
+    part   of the batch's microbatches
+    times  what the gradients so far are multiplied by
+    """
+
+    part: float
+    times: float | Tensor
 
 
 class PredictedCopy(WorkingCopy):
@@ -68,11 +82,10 @@ class PredictedCopy(WorkingCopy):
         return {}
 
     @torch.no_grad()
-    def predict(self, slot: Slot, times: float | Tensor, ahead: float) -> None:
+    def predict(self, slot: Slot, estimate: Estimate, ahead: float) -> None:
         """Write W' to the newest store.
 
-        slot   the gradients so far of the batch that is under way
-        times  what makes the estimate of them
+        slot  the gradients so far of the batch that is under way
         """
         version = self._stores.newest
         views = self._stores.values(version)
@@ -86,7 +99,7 @@ class PredictedCopy(WorkingCopy):
                     summed = self._summed_over_ranks(part)
                     for group in part.optimizer.param_groups:
                         predicted |= _predict(
-                            part.optimizer, group, summed, times, ahead
+                            part.optimizer, group, summed, estimate, ahead
                         )
             for part in self._copy:
                 mains = mains_of(part)
@@ -123,33 +136,48 @@ def _predict(
     optimizer: Any,
     group: dict[str, Any],
     summed: set[int],
-    times: float | Tensor,
+    estimate: Estimate,
     ahead: float,
 ) -> dict[int, Tensor]:
     """W' of the tensors of a group that have been stepped, by their ids.
 
     summed  see `PredictedCopy._summed_over_ranks`
     """
-    tensors = []
+    own: list[Tensor] = []
+    of_means: list[Tensor] = []
     for tensor in group["params"]:
         if tensor.grad is not None and steps_of(optimizer, group, tensor):
+            tensors = of_means if id(tensor) in summed else own
             tensors.append(tensor)
     predicted: dict[int, Tensor] = {}
-    for some in portions(tensors, Tensor.numel, AT_A_TIME):
-        estimates = torch._foreach_mul([tensor.grad for tensor in some], times)
-        means = mean_gradients(optimizer, group, some)
-        for tensor, estimate, mean in zip(some, estimates, means):
-            if id(tensor) in summed:
-                estimate.copy_(mean)
-            elif isinstance(times, Tensor):  # with a loss scale
-                is_known = torch.isfinite(estimate)
-                estimate.copy_(torch.where(is_known, estimate, mean))
-        stepped = next_weights(optimizer, group, some, estimates)
+    for some in portions(own, Tensor.numel, AT_A_TIME):
+        gradients = _estimated(optimizer, group, some, estimate.times)
+        stepped = next_weights(optimizer, group, some, gradients, estimate.part)
+        working = torch._foreach_lerp(some, stepped, 1 + ahead)
+        predicted |= zip(map(id, some), working)
+    for some in portions(of_means, Tensor.numel, AT_A_TIME):
+        gradients = mean_gradients(optimizer, group, some)
+        stepped = next_weights(optimizer, group, some, gradients)
         working = torch._foreach_lerp(some, stepped, 1 + ahead)
         predicted |= zip(map(id, some), working)
     for tensor in group["params"]:
         tensor.grad = None
     return predicted
+
+
+def _estimated(
+    optimizer: Any,
+    group: dict[str, Any],
+    tensors: list[Tensor],
+    times: float | Tensor,
+) -> list[Tensor]:
+    gradients = torch._foreach_mul([tensor.grad for tensor in tensors], times)
+    if isinstance(times, Tensor):  # with a loss scale
+        means = mean_gradients(optimizer, group, tensors)
+        for gradient, mean in zip(gradients, means):
+            is_known = torch.isfinite(gradient)
+            gradient.copy_(torch.where(is_known, gradient, mean))
+    return gradients
 
 
 def take_gradients(part: Any) -> None:
@@ -187,9 +215,13 @@ def next_weights(
     group: dict[str, Any],
     tensors: list[Tensor],
     gradients: list[Tensor],
+    part: float = 1.0,
 ) -> list[Tensor]:
     """A step of `tensors` with these gradients, which are overwritten, in the order of
-    torch's additions. Adam divides by the root of the last step's second moment."""
+    torch's additions.
+
+    part  see `Estimate`
+    """
     rate = float(group["lr"])
     decay = group["weight_decay"]
     if is_sgd(optimizer):
@@ -204,11 +236,14 @@ def next_weights(
     else:
         torch._foreach_add_(gradients, tensors, alpha=decay)
         stepped = [tensor.clone() for tensor in tensors]
-    beta1 = group["betas"][0]
+    beta1, beta2 = group["betas"]
     count = steps_of(optimizer, group, tensors[0]) + 1
     means = [optimizer.state[tensor]["exp_avg"] for tensor in tensors]
     means = torch._foreach_lerp(means, gradients, 1 - beta1)
-    below = adam_denominators(optimizer, group, tensors)
+    squares = [optimizer.state[tensor]["exp_avg_sq"] for tensor in tensors]
+    squares = torch._foreach_mul(squares, beta2)
+    torch._foreach_addcmul_(squares, gradients, gradients, value=part * (1 - beta2))
+    below = adam_denominators(group, squares, count)
     torch._foreach_addcdiv_(
         stepped, means, below, value=-rate / (1 - beta1**count)
     )

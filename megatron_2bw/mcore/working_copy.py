@@ -280,19 +280,20 @@ def add_gradients(
     if kind in SGD:
         torch._foreach_add_(working, gradients, alpha=-times * rate)
     elif kind in ADAM:
-        below = adam_denominators(optimizer, group, stepped)
+        count = steps_of(optimizer, group, stepped[0])
+        squares = [optimizer.state[tensor]["exp_avg_sq"] for tensor in stepped]
+        below = adam_denominators(group, squares, count)
         torch._foreach_addcdiv_(
             working, gradients, below, value=-times * (1 - group["betas"][0]) * rate
         )
 
 
 def adam_denominators(
-    optimizer: Any, group: dict[str, Any], tensors: list[Tensor]
+    group: dict[str, Any], squares: list[Tensor], count: float
 ) -> list[Tensor]:
-    """What Adam has divided by in its last step."""
-    squares = [optimizer.state[tensor]["exp_avg_sq"] for tensor in tensors]
+    """What Adam divides by in step `count`, which leaves the second moments
+    `squares`."""
     below = torch._foreach_sqrt(squares)
-    count = steps_of(optimizer, group, tensors[0])
     torch._foreach_div_(below, (1 - group["betas"][1] ** count) ** 0.5)
     torch._foreach_add_(below, group["eps"])
     return below

@@ -222,12 +222,17 @@ class MegatronReference(TwoBW):
         mean = state["exp_avg"] / (1 - beta1**step)
         if name in self.rule.summed:
             gradient = mean
+            share = 1.0
         if self.args.fp16:
             gradient = torch.where(gradient.isfinite(), gradient, mean)
         mean = torch.lerp(state["exp_avg"], gradient, 1 - beta1)
         stepped = weight * (1 - rate * group["weight_decay"])
         rate /= 1 - beta1 ** (step + 1)
-        return stepped.addcdiv(mean, adam_root(group, state), value=-rate)
+        square = state["exp_avg_sq"] * group["betas"][1]
+        counted = share * (1 - group["betas"][1])
+        square = square.addcmul(gradient, gradient, value=counted)
+        root = adam_root(group, dict(step=step + 1, exp_avg_sq=square))
+        return stepped.addcdiv(mean, root, value=-rate)
 
     # The gradients of a batch
 

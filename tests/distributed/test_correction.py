@@ -18,6 +18,7 @@ from tests.distributed.compare import (
     UNTIED,
     assert_equal_weights,
     assert_same,
+    assert_same_losses,
     assert_same_runs,
     check_rule,
     run_pipeline,
@@ -41,6 +42,7 @@ from tests.distributed.training import Run, command, train
 
 FEEDBACK = "--two-bw-correction 1"
 AUTO = "--two-bw-correction auto --two-bw-late 2"
+PREDICT = "--two-bw-correction predict,0.25"
 
 
 @pytest.mark.proof("4-3-")
@@ -109,6 +111,7 @@ BY_AUTO = dict(factor=0.75, gradient=0.75, late=2)
     "sync, correction, ahead",
     [
         (0, AUTO, BY_AUTO),
+        (1, PREDICT, dict(ahead=0.25, known=(3, 4))),
         (3, FEEDBACK, dict(factor=1.0)),
         (POISONED + 1, AUTO, BY_AUTO),
     ],
@@ -155,6 +158,11 @@ CASES = {
         f"--bf16 {ASYNCHRONOUS} {EVALUATED} {AUTO}",
     ),
     "at its end": ((2, 2, 1), f"--two-bw-sync-iterations {SAVED} {FEEDBACK}"),
+    "predicted, fp16": ((2, 3, 1), f"--fp16 --clip-grad 0.1 {PREDICT}"),
+    "predicted over replicas": (
+        (2, 4, 2),
+        f"--bf16 {SHARDED} --overlap-grad-reduce {EVALUATED} {PREDICT}",
+    ),
 }
 
 
@@ -289,7 +297,64 @@ def test_predicted_weights(name):
     if name == "tied":  # see test_tied_embeddings
         rule["summed"] = ("embedding.word_embeddings.weight",)
         tolerance = 1e-6
-    own += " --two-bw-correction predict,0.25 --two-bw-sync-iterations 2"
+    own += f" {PREDICT} --two-bw-sync-iterations 2"
     check_rule(
         stages, microbatches, flags, own=own, tolerance=tolerance, rule=rule, **changes
     )
+
+
+@pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer"])
+def test_replicas_predict_from_the_sum_of_their_gradients(flags):
+    """Two replicas of two microbatches are one pipeline of four, but for the order of
+    additions; the first stage knows half of the gradient."""
+    model = (UNTIED, NO_BIAS)
+    own = f"{flags} {PREDICT} --two-bw-sync-iterations 1"
+    runs = run_pipeline(command(2, 2, "2bw", *model, own, width=2), 4)
+    argv = command(1, 4, "2bw", *model)
+    rule = dict(sync=1, ahead=0.25, known=(2, 4))
+    one = run_pipeline(command(2, 4, "2bw", *model, PREDICT), 2)
+    assert_same(runs[0::2], run_reference(one, argv, 4, **rule), 1e-5)
+    assert_equal_weights(runs[0], runs[1])
+
+
+def test_tensor_parallel_ranks_predict_equal_copies():
+    """The gradients of the norms are sums over the ranks: their mean takes their
+    place."""
+    model = (UNTIED, NO_BIAS)
+    split = "--tensor-model-parallel-size 2 --sequence-parallel"
+    own = f"{PREDICT} --two-bw-sync-iterations 1"
+    runs = run_pipeline(command(2, 4, "2bw", *model, own, split), 4)
+    argv = command(1, 4, "2bw", *model)
+    one = run_pipeline(command(2, 4, "2bw", *model, own), 2)
+    norms = []
+    for run in one:
+        norms += [name for name in run.weights if "norm" in name]
+    rule = dict(sync=1, ahead=0.25, known=(3, 4), summed=tuple(norms))
+    assert_same_losses(runs, [run_reference(one, argv, 4, **rule)], 1e-6)
+
+
+@pytest.mark.parametrize("precision, optimizer", [("--bf16", {}), ("", SGD)])
+def test_a_prediction_that_knows_all_is_the_step(precision, optimizer):
+    """One stage without clipping is vanilla, to the bit. In a warm-up the first step's
+    rate is 0: the first late batch, which is not predicted, loses nothing."""
+    flags = f"--clip-grad 0 {precision}"
+    own = "--two-bw-correction predict,0 --two-bw-sync-iterations 1"
+    late = run_pipeline(command(1, 3, "2bw", flags, own, **optimizer), 1)
+    vanilla = run_pipeline(command(1, 3, "megatron", flags, **optimizer), 1)
+    assert_same_runs(late, vanilla)
+
+
+def test_overflow_of_the_gradient_so_far():
+    """Elements without a value take the mean of the past ones; the step is skipped."""
+    changes = dict(SCALE, initial_loss_scale=2.0**17, loss_scale_window=2)
+    _, expected = check_rule(
+        2,
+        4,
+        UNTIED,
+        "--fp16",
+        own=f"{PREDICT} --two-bw-sync-iterations 1",
+        rule=dict(sync=1, ahead=0.25, known=(3, 4)),
+        train_iters=10,
+        **changes,
+    )
+    assert 1 in expected.skipped[3:]
