@@ -288,6 +288,12 @@ class LateStep(BatchStep):
         for part in self._per_batch:
             part.begin_batch(batch, version)
 
+    def rehearse(self) -> None:
+        """Run the kernels of `predict` once, without its result."""
+        if self._schedule.predicts and self.has_run:
+            slot = self._slots.gradients_of(self._stores.newest)
+            self._working.rehearse(slot)
+
     def predict(self, batch: int, done: float) -> None:
         slot = self._slots.gradients_of(batch - 1)
         if any(group.size() > 1 for group in self._groups.data):

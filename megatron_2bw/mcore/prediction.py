@@ -21,8 +21,9 @@ message. The same holds for each element that is inf or nan under a loss scale.
 Invariant: nothing here waits for the GPU, or for another stage.
 """
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,20 +88,8 @@ class PredictedCopy(WorkingCopy):
 
         slot  the gradients so far of the batch that is under way
         """
-        version = self._stores.newest
-        views = self._stores.values(version)
-        self._proxies.point_to(views)
-        self._proxies.use_gradients(slot)
-        with self._proxies.in_optimizer(self._stores.slot(version)):
-            predicted: dict[int, Tensor] = {}  # W' by the id of what is stepped
-            for part in self._parts:
-                if part.optimizer is not None:
-                    take_gradients(part)
-                    summed = self._summed_over_ranks(part)
-                    for group in part.optimizer.param_groups:
-                        predicted |= _predict(
-                            part.optimizer, group, summed, estimate, ahead
-                        )
+        with self._with_gradients(slot) as views:
+            predicted = self._predicted(estimate, ahead)
             for part in self._copy:
                 mains = mains_of(part)
                 working = [predicted.get(id(main), main.data) for main in mains]
@@ -111,6 +100,36 @@ class PredictedCopy(WorkingCopy):
                     view.copy_(predicted.get(id(proxy), proxy))
             if self._stores.buffer_data:
                 self._proxies.gather()
+
+    @torch.no_grad()
+    def rehearse(self, slot: Slot) -> None:
+        """Run the kernels of `predict` that no step has run."""
+        with self._with_gradients(slot):
+            self._predicted(Estimate(part=1.0, times=1.0), ahead=0.0)
+
+    @contextlib.contextmanager
+    def _with_gradients(self, slot: Slot) -> Iterator[list[Tensor]]:
+        """Inside, Megatron's optimizers have these gradients. Yields the parameters in
+        the newest store, which they write."""
+        version = self._stores.newest
+        views = self._stores.values(version)
+        self._proxies.point_to(views)
+        self._proxies.use_gradients(slot)
+        with self._proxies.in_optimizer(self._stores.slot(version)):
+            yield views
+
+    def _predicted(self, estimate: Estimate, ahead: float) -> dict[int, Tensor]:
+        """W' by the id of what Megatron's optimizers step."""
+        predicted: dict[int, Tensor] = {}
+        for part in self._parts:
+            if part.optimizer is not None:
+                take_gradients(part)
+                summed = self._summed_over_ranks(part)
+                for group in part.optimizer.param_groups:
+                    predicted |= _predict(
+                        part.optimizer, group, summed, estimate, ahead
+                    )
+        return predicted
 
     def _summed_over_ranks(self, part: Any) -> set[int]:
         """The ids of what an optimizer steps, of the parameters whose gradients

@@ -393,6 +393,7 @@ class MegatronRuntime:
         if self.late is not None:
             if self._update.pending is not None and not self._is_warm(iteration):
                 self._update.wait_step()
+                self.late.rehearse()
             self._update.bind_newest()
             self._take_results()
             if iteration == pipeline.shape.end - 1:

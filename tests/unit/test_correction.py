@@ -17,7 +17,7 @@ from megatron_2bw.mcore.correction import Correction
 from megatron_2bw.mcore.working_copy import resume_note
 from megatron_2bw.run.flags.correction_notes import GAPS, gap, most_late, notes
 from megatron_2bw.run.flags.project_flags import add_flags, translate
-from megatron_2bw.run.flags.resolve import START, resolve
+from megatron_2bw.run.flags.resolve import PREDICTED_AHEAD, START, resolve
 
 DOCS = Path(__file__).parents[2] / "docs"
 # Megatron's arguments that the flags of this project are resolved by
@@ -133,9 +133,13 @@ FEEDBACK = "--two-bw-correction 1"
     "flags, megatrons, expected",
     [
         ("", {}, Correction(0.75, 0.75)),  # one of two microbatches is late
-        (AUTO, {}, Correction(1.25, 1.25)),
-        (AUTO, dict(adam_beta1=0.5), Correction(0.5)),
+        (AUTO, {}, Correction(ahead=PREDICTED_AHEAD)),
+        (AUTO, dict(optimizer="soap"), Correction(1.25, 1.25)),
+        # two replicas
+        (AUTO, dict(world_size=4, global_batch_size=8), Correction(1.25, 1.25)),
+        (AUTO, dict(optimizer="soap", adam_beta1=0.5), Correction(0.5)),
         (AUTO, dict(optimizer="muon", muon_scalar_optimizer="lion"), Correction(1.25)),
+        ("--two-bw-late all --two-bw-correction predict,0.5", {}, Correction(ahead=0.5)),
         # 4 of 16 microbatches are late
         ("", dict(global_batch_size=32), Correction(0.5, 0.5)),
         ("", dict(global_batch_size=32, adam_beta1=0.4), Correction(0.1)),

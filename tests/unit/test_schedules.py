@@ -64,6 +64,8 @@ def test_each_late_microbatch_removes_a_slot_of_the_bubble(stages, microbatches)
             schedule = TwoBW(late, memory, extra)
             validate(schedule, shape)
             validate(replace(schedule, sync_iterations=2), replace(shape, first=1))
+        if late == microbatches:
+            validate(TwoBW("all", memory, extra, predicts=True), shape)
         for step in (0, 1, 8):
             # the last backward waits for the step, too
             if stages <= 2 and late == microbatches <= 3:
@@ -167,6 +169,25 @@ def test_a_late_step_needs_a_free_store_from_its_reduction_on():
     line = r"R3@3: versions \[2, 3\] leave no free weight store"
     with pytest.raises(ScheduleError, match=line):
         check_actions([row], Wide(), Shape(1, 2, 3, 5))
+
+
+@pytest.mark.parametrize(
+    "row, error",
+    [
+        ("F2@0 B2@0 F3@0 P2@1 S0@1 B3@0", r"P2@1: the newest weights are W\(0\)"),
+        ("F2@0 B2@0 S0@1 F3@0 B3@0", r"F4@1 before P2"),
+        ("F2@0 B2@0 F3@0 B3@0 S0@1 R1@1 P2@1", r"P2@1 while the step .* may run"),
+        ("F2@0 B2@0 F3@0 S0@1 B3@0 P2@1 R1@1 F4@1 P2@1", r"P2@1 overwrites weights"),
+    ],
+)
+def test_validator_finds_a_prediction_that_is_early_late_or_missing(row, error):
+    schedule = TwoBW(predicts=True)
+    shape = Shape(1, 2, 0, 3)
+    good = lists(schedule, shape)[0]
+    assert " ".join(map(str, good[:6])) == "F0@0 B0@0 F1@0 B1@0 R0@0 F2@0"
+    rest = parse_actions("R1@1 F4@1 B4@1 F5@1 S1@2 B5@1 R2@2 S2@3")
+    with pytest.raises(ScheduleError, match=error):
+        check_actions([good[:5] + parse_actions(row) + rest], schedule, shape)
 
 
 @pytest.mark.parametrize("extra", BY_HAND["extra warm-up"], ids=str)

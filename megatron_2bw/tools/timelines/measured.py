@@ -9,7 +9,15 @@ import statistics
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from megatron_2bw.schedules import REDUCE, STEP, B, F, PipeDreamFlush, TwoBW
+from megatron_2bw.schedules import (
+    PREDICT,
+    REDUCE,
+    STEP,
+    B,
+    F,
+    PipeDreamFlush,
+    TwoBW,
+)
 from megatron_2bw.tools.timelines.simulator import (
     Events,
     Times,
@@ -128,6 +136,7 @@ def medians(lists: Lists, late: bool) -> Times:
         _medians(lists, F),
         _medians(lists, B),
         transfer=[*transfer, 0.0],
+        predict=_medians(lists, PREDICT),
         step=0.0 if late else min(map(sum, zip(reduce, step))),
         joint_step=True,
         overlap_cost=reduce if late else 0.0,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_2bw.base.files import new_figure, write_figure
-from megatron_2bw.schedules import REDUCE, STEP, B, F, Schedule, Shape
+from megatron_2bw.schedules import PREDICT, REDUCE, STEP, B, F, Schedule, Shape
 from megatron_2bw.tools.timelines.simulator import (
     Event,
     Events,
@@ -134,7 +134,7 @@ def draw_rows(
     points = (WIDTH - 0.8) * 72 / (end - begin)
     for row, own in enumerate(reversed(by_stage(shown, shape.stages))):
         bars = of_kind(own, F, B)
-        kinds = (REDUCE, STEP) if steps else (REDUCE,)
+        kinds = (PREDICT, REDUCE, STEP) if steps else (PREDICT, REDUCE)
         updates = [event for event in of_kind(own, *kinds) if event.duration > 0]
         axis.broken_barh(_spans(updates), (row - 0.2, 0.4), facecolors=UPDATE)
         axis.broken_barh(

@@ -15,7 +15,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron_2bw.schedules import REDUCE, STEP, Action, B, F, Schedule, Shape
+from megatron_2bw.schedules import (
+    PREDICT,
+    REDUCE,
+    STEP,
+    Action,
+    B,
+    F,
+    Schedule,
+    Shape,
+)
 
 PerStage = float | Sequence[float]
 
@@ -34,6 +43,7 @@ class Times:
     occupied: PerStage = 0.0
     # the part of a message's time in which its sender cannot compute
     sending: PerStage = 0.0
+    predict: PerStage = 0.0  # of the weights of a batch
     reduce: PerStage = 0.0  # of the gradients over the stage's replicas
     step: float = 0.0  # of the optimizer's step, after all stages have reduced
     # stages that step alone compare their norms after each batch, as Megatron's loop
@@ -215,6 +225,7 @@ class _Run:
         sending = self.times.of("sending", self.stages)
         reduce = self.times.of("reduce", self.stages)[stage]
         overlap_cost = self.times.of("overlap_cost", self.stages)[stage]
+        predict = self.times.of("predict", self.stages)[stage]
         durations = {}
         for kind, each in self.computations.items():
             durations[kind] = each[stage] / self.schedule.chunks
@@ -239,6 +250,11 @@ class _Run:
                     self._wake(gives)
                 if computed:
                     self.events.append(Event(stage, action, start, end, asked, sent))
+                continue
+            if kind == PREDICT:
+                free = start + predict
+                if computed:
+                    self.events.append(Event(stage, action, start, free, asked, free))
                 continue
             reduced = self.reduced[action.batch]
             if kind == REDUCE:

@@ -77,7 +77,7 @@ function drawAction(pen, event, top, shown) {
   const [left, across] = span(event, shown);
   if (!(event.end > event.start)) return;
   const alpha = shade(event, shown);
-  if (event.kind === "R" || event.kind === "wait") {
+  if (["P", "R", "wait"].includes(event.kind)) {
     pen.rect(left, top + shown.row * 0.3, across, shown.row * 0.4, shown.theme.update, alpha);
     return;
   }

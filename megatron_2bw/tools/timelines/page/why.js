@@ -12,6 +12,8 @@ export function what(event, microbatches) {
     case "F":
     case "B":
       return `${NAMES[event.kind]} of microbatch ${event.number} (batch ${batch}${chunk}) on weights W(${event.version})`;
+    case "P":
+      return `prediction of the weights on which batch ${event.number} runs`;
     case "R":
       return `start of the reduction of batch ${event.number}'s gradients`;
     default:
