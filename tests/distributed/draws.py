@@ -75,6 +75,8 @@ RULE = """
 0.3 --two-bw-sync-iterations 1 | --two-bw-sync-iterations 2 | --two-bw-sync-iterations 4 | --two-bw-sync-iterations 6
 0.5 --two-bw-late 0 | --two-bw-late 1 | --two-bw-late 2 | --two-bw-late 3 | --two-bw-late 50%
 0.3 --two-bw-correction 1 | --two-bw-correction auto"""
+# It depends on the depth: each stage knows another part of the gradient.
+PREDICTED = "--two-bw-late all --two-bw-correction predict"
 # Of a GPT. None takes the flag away.
 KINDS = """
 0.6 --num-experts 4 --moe-ffn-hidden-size 32 --disable-bias-linear --moe-token-dispatcher-type allgather
@@ -171,6 +173,8 @@ def new_base(draw: random.Random, check: str) -> Config:
     # else the masks are others
     if check in ("again", "neutral", "megatron", "resume", "kill"):
         base |= some(draw, DROPOUT)
+    if check in ("again", "resume", "kill") and draw.random() < 0.3:
+        base |= config(PREDICTED)
     if base["task"] == "gpt" and draw.random() < 0.4:
         base |= some(draw, KINDS)
         if "--num-experts" not in base:

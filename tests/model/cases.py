@@ -36,6 +36,7 @@ EXPERTS = (
 MUON = "--optimizer muon --muon-tp-mode distributed"
 EVALUATION = "--log-interval 1 --eval-interval 3 --eval-iters 2 --split 90,10,0"
 EXTRAPOLATION = "--two-bw-correction 1 --two-bw-sync-iterations 2"
+PREDICTION = "--two-bw-correction predict --two-bw-sync-iterations 2"
 FP16 = "--fp16 --train-iters 10 --initial-loss-scale 2097152 --hysteresis 1"
 SHORT = "--train-iters 3"
 CASES = {
@@ -60,6 +61,7 @@ CASES = {
     "saving": case(2, 2, "--save FOLDER --save-interval 4"),
     "tokens": case(2, 3, "--calculate-per-token-loss"),
     "extrapolation": case(2, 2, EXTRAPOLATION, "--train-iters 7"),
+    "prediction": case(2, 3, SHARDED, PREDICTION, "--train-iters 7", width=2),
     "host": case(2, 2, UNTIED, "--bf16 --two-bw-memory host", width=2),
     "pipedream-flush": case(2, 3, SHORT, schedule="pipedream-flush"),
     "gpipe": case(2, 3, SHORT, schedule="gpipe"),

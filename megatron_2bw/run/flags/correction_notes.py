@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 
 from megatron_2bw.base.files import read_yaml
-from megatron_2bw.run.flags.resolve import batch_sizes, replica
+from megatron_2bw.run.flags.resolve import batch_sizes, prediction, replica
 from megatron_2bw.run.flags.rule import Args
 from megatron_2bw.schedules import Schedule, TwoBW
 
@@ -29,18 +29,20 @@ def _note(args: Args, schedule: TwoBW, size: int) -> str:
     stages = args.pipeline_model_parallel_size
     count = size // replica(args) or 1
     tokens = size * args.seq_length
-    corrected = args.two_bw_correction != "none"
+    correction = "none" if args.two_bw_correction == "none" else "auto"
+    if prediction(args):
+        correction = "predict"
     late = schedule.late_of(count)
     line = f"> 2bw: {late} of {count} microbatches late"
     if stages > 1:
         line += f", {speed(stages, count, late):.2f} times as fast as 1F1B"
-    line += f", {gap(tokens, late / count, corrected)}"
+    line += f", {gap(tokens, late / count, correction)}"
     enough = min(stages - 1, count)
     if late >= enough:
         return line
     return (
         f"{line} (--two-bw-late {enough}: {speed(stages, count, enough):.2f} times, "
-        f"{gap(tokens, enough / count, corrected)})"
+        f"{gap(tokens, enough / count, correction)})"
     )
 
 
@@ -51,14 +53,13 @@ def speed(stages: int, microbatches: int, late: int) -> float:
     return (microbatches + stages - 1) / slots
 
 
-def gap(tokens: int, share: float, corrected: bool) -> str:
-    """The measured gap of 2bw with a share of each batch late; without a correction
-    only that of all was measured."""
-    percent = percent_of(tokens, share)
+def gap(tokens: int, share: float, correction: str) -> str:
+    """The measured gap of 2bw with a share of each batch late and the correction auto,
+    predict or none; without one only that of all was measured."""
+    percent = percent_of(tokens, share, correction)
     measured = nearest(tokens)
     where = f"at {measured:,} tokens a batch"
-    if share and not corrected:
-        percent = GAPS["none"][measured]
+    if share and correction == "none":
         where += " with all late"
     return f"measured gap {percent:+.1f} % {where}"
 
@@ -72,9 +73,11 @@ def nearest(tokens: int) -> int:
     return min(GAPS["auto"], key=distance)
 
 
-def percent_of(tokens: int, share: float) -> float:
-    """The gap with the correction auto, at the nearest number of tokens a batch, and
+def percent_of(tokens: int, share: float, correction: str = "auto") -> float:
+    """The gap at the nearest number of tokens a batch, and with the correction auto
     between the nearest shares."""
+    if share and correction != "auto":
+        return GAPS[correction][nearest(tokens)]
     gaps = GAPS["auto"][nearest(tokens)]
     below = max(measured for measured in gaps if measured <= share)
     above = min(measured for measured in gaps if measured >= share)

@@ -97,6 +97,17 @@ class Plan:
         return self.context * self.width
 
     @property
+    def correction(self) -> str:
+        """--two-bw-correction: none, or what auto is: predict or auto (run/flags/
+        resolve.py)."""
+        if not self.corrected:
+            return "none"
+        known = self.microbatches > self.pipeline.ahead(self.shape, 0)
+        if self.late is None and known and self.replicas == 1:
+            return "predict"
+        return "auto"
+
+    @property
     def samples(self) -> float:
         """Samples of a microbatch on one rank: context parallelism gives it a part of
         each sequence, and its work and activations are those of so many samples."""

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_2bw.run.flags.correction_notes import most_late
+from megatron_2bw.run.flags.correction_notes import most_late, percent_of
 from megatron_2bw.tools.planner.cost.bounds import work_bound
 from megatron_2bw.tools.planner.cost.simulated import Cost
 from megatron_2bw.tools.planner.descriptions.plan import Plan, by_fields
@@ -320,19 +320,32 @@ class Search:
                 yield plan
 
     def _two_bw(self, plan: Plan) -> Iterator[Plan]:
-        """The plan with as many late microbatches as the gap allows."""
-        most = self.space.max_gap
-        if most is not None:
-            tokens = plan.global_batch * self.model.sequence
-            late = most_late(tokens, plan.microbatches, most)
-            if late == 0:
-                self.rejected["--max-gap allows no late microbatch"] += 1
-                return
-            plan = plan.changed(late=late, corrected=True)
+        """The plan with each memory, and with as many late microbatches as the gap
+        allows."""
         # the others are tried where these do not fit
         slots = [memory for memory in self.space.memory if "slot" in memory]
-        for memory in slots or self.space.memory:
-            yield plan.changed(memory=memory)
+        for each in self._late(plan):
+            for memory in slots or self.space.memory:
+                yield each.changed(memory=memory)
+
+    def _late(self, plan: Plan) -> list[Plan]:
+        """The plan with the most late microbatches whose gap is small enough, and with
+        all on predicted weights."""
+        most = self.space.max_gap
+        if most is None:
+            return [plan]
+        plans = []
+        tokens = plan.global_batch * self.model.sequence
+        late = most_late(tokens, plan.microbatches, most)
+        if late:
+            plans.append(plan.changed(late=late, corrected=True))
+        predicted = plan.changed(corrected=True)
+        if predicted.correction == "predict":
+            if percent_of(tokens, 1.0, "predict") <= most:
+                plans.append(predicted)
+        if not plans:
+            self.rejected["--max-gap allows no late microbatch"] += 1
+        return plans
 
     def _interleaved(self, plan: Plan) -> Iterator[Plan]:
         """The plan with each number of chunks."""

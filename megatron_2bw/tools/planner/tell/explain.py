@@ -302,7 +302,7 @@ def dial_table(result: Result) -> str:
     """The sizes of the fastest plan of 2bw with other numbers of late microbatches; ""
     without such a plan."""
     estimate = result.fastest.get("2bw")
-    if estimate is None or estimate.plan.late is None:
+    if estimate is None or not estimate.plan.corrected:
         return ""
     cost = result.cost
     plan = estimate.plan
@@ -316,11 +316,12 @@ def dial_table(result: Result) -> str:
         corrected=False,
     )
     ahead = min(plan.pipeline.ahead(plan.shape, 0), count)
-    numbers = {1, count // 4, count // 2, ahead, plan.late, count} - {0}
+    numbers = {1, count // 4, count // 2, ahead, plan.late or count, count} - {0}
     rows = [["late", "samples/s", "gap"], [f"0 of {count}", _rate_of(cost, exact), "0"]]
     for late in sorted(numbers):
-        percent = percent_of(tokens, late / count)
-        rate_of = _rate_of(cost, plan.changed(late=late))
+        other = plan.changed(late=None if late == count else late)
+        percent = percent_of(tokens, late / count, other.correction)
+        rate_of = _rate_of(cost, other)
         rows.append([f"{late} of {count}", rate_of, f"{percent:+.1f} %"])
     title = (
         f"{plan.title} by its late microbatches ({ESTIMATED}), and the gap of a small GPT at "
@@ -385,7 +386,7 @@ def gain(result: Result) -> Iterator[str]:
         ratio = late.throughput / exact.throughput
         count = plan.pipeline.late_of(plan.microbatches)
         tokens = plan.global_batch * result.cost.model.sequence
-        loss = gap(tokens, count / plan.microbatches, plan.corrected)
+        loss = gap(tokens, count / plan.microbatches, plan.correction)
         yield (
             f"2bw against a flush: {rate(late)} is {ratio:.2f} times as fast as {rate(exact)}. "
             f"{count} of {plan.microbatches} microbatches are late by one update: {loss}."
