@@ -303,7 +303,7 @@ class LateStep(BatchStep):
         if self._scales.scales_losses:
             times = times / self._scales.current.squeeze()
         self._correction = self._options.correction(0)
-        self._working.predict(slot, Estimate(done, times), self._correction.ahead)
+        self._working.predict(Estimate(slot, times), self._correction.ahead)
 
     def job(self, batch: int, target: int) -> Callable[[], StepResult]:
         ended = self._stage.end_batch(batch)

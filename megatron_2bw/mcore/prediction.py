@@ -2,26 +2,26 @@
 (--two-bw-correction predict).
 
 Before the first forward of batch j + 1 a stage has run a part of the backwards of batch
-j. W(j) and the optimizer's moments are complete then. The microbatches of batch j + 1
-run on
+j. W(j) and the optimizer's state are complete then. The microbatches of batch j + 1 run
+on
 
     W'(j) = W(j) + (1 + ahead) (V(j+1) - W(j)).
 
-V(j+1) is the optimizer's step from W(j) with an estimate of the gradient of batch j:
-the gradient so far divided by the part of the batch that it is of, and clipped as the
-last one was. Its square counts in Adam's second moment by that part: it has more noise
-than the gradient of a batch. W(j+1) itself is Megatron's own step of the complete
+V(j+1) is the optimizer's own step from W(j), on copies, with an estimate of the
+gradient of batch j: the gradient so far divided by the part of the batch that it is of,
+and clipped as the last one was. W(j+1) itself is Megatron's step of the complete
 gradient.
 
-The estimate is the mean of the past gradients, as the optimizer's momentum has it, for
+The estimate is the mean of past gradients, as the optimizer's momentum has it, for
 parameters whose gradient is a sum over stages or tensor-parallel ranks (tied
 embeddings; layer norms under sequence parallelism): their copies stay equal without a
-message. The same holds for each element that is inf or nan under a loss scale.
+message. Under a loss scale it is 0 where the gradient so far is inf or nan.
 
 Invariant: nothing here waits for the GPU, or for another stage.
 """
 
 import contextlib
+import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,24 +36,18 @@ from megatron_2bw.mcore.correction import Correction
 from megatron_2bw.mcore.grad_buffers import Slot
 from megatron_2bw.mcore.working_copy import (
     AT_A_TIME,
-    SGD,
     WorkingCopy,
-    adam_denominators,
     mains_of,
-    steps_of,
     with_mains,
 )
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """How the gradient of a batch is estimated by its part that is known.
+    """The estimated gradient: `times` the `slot`, in which it accumulates. times is a
+    tensor under a loss scale."""
 
-    part   of the batch's microbatches
-    times  what the gradients so far are multiplied by
-    """
-
-    part: float
+    slot: Slot
     times: float | Tensor
 
 
@@ -62,7 +56,8 @@ class PredictedCopy(WorkingCopy):
     replaces it by W'.
 
     Bytes during `predict`: 4 a parameter, divided by the width with the distributed
-    optimizer, and 12 for each of AT_A_TIME elements or of the largest parameter.
+    optimizer; and for AT_A_TIME elements, or those of the largest parameter, a copy of
+    gradient, weight and the optimizer's state.
     """
 
     def step(
@@ -83,17 +78,14 @@ class PredictedCopy(WorkingCopy):
         return {}
 
     @torch.no_grad()
-    def predict(self, slot: Slot, estimate: Estimate, ahead: float) -> None:
-        """Write W' to the newest store.
-
-        slot  the gradients so far of the batch that is under way
-        """
-        with self._with_gradients(slot) as views:
-            predicted = self._predicted(estimate, ahead)
+    def predict(self, estimate: Estimate, ahead: float) -> None:
+        """Write W' to the newest store."""
+        with self._predicted(estimate, ahead) as predicted:
             for part in self._copy:
                 mains = mains_of(part)
                 working = [predicted.get(id(main), main.data) for main in mains]
                 self._copy_values(part, working)
+            views = self._stores.values(self._stores.newest)
             for param, view in zip(self._stores.params, views):
                 proxy = self._proxies.of[param]
                 if param in self._proxies.mains:
@@ -104,32 +96,28 @@ class PredictedCopy(WorkingCopy):
     @torch.no_grad()
     def rehearse(self, slot: Slot) -> None:
         """Run the kernels of `predict` that no step has run."""
-        with self._with_gradients(slot):
-            self._predicted(Estimate(part=1.0, times=1.0), ahead=0.0)
+        with self._predicted(Estimate(slot, times=1.0), ahead=0.0):
+            pass
 
     @contextlib.contextmanager
-    def _with_gradients(self, slot: Slot) -> Iterator[list[Tensor]]:
-        """Inside, Megatron's optimizers have these gradients. Yields the parameters in
-        the newest store, which they write."""
+    def _predicted(
+        self, estimate: Estimate, ahead: float
+    ) -> Iterator[dict[int, Tensor]]:
+        """W' by the id of what Megatron's optimizers step. Inside, they write the newest
+        store."""
         version = self._stores.newest
-        views = self._stores.values(version)
-        self._proxies.point_to(views)
-        self._proxies.use_gradients(slot)
+        self._proxies.point_to(self._stores.values(version))
+        self._proxies.use_gradients(estimate.slot)
         with self._proxies.in_optimizer(self._stores.slot(version)):
-            yield views
-
-    def _predicted(self, estimate: Estimate, ahead: float) -> dict[int, Tensor]:
-        """W' by the id of what Megatron's optimizers step."""
-        predicted: dict[int, Tensor] = {}
-        for part in self._parts:
-            if part.optimizer is not None:
-                take_gradients(part)
-                summed = self._summed_over_ranks(part)
-                for group in part.optimizer.param_groups:
-                    predicted |= _predict(
-                        part.optimizer, group, summed, estimate, ahead
-                    )
-        return predicted
+            predicted: dict[int, Tensor] = {}
+            for part in self._parts:
+                if part.optimizer is not None:
+                    _take_gradients(part)
+                    means = self._summed_over_ranks(part)
+                    for group in part.optimizer.param_groups:
+                        group_of = _Group(part.optimizer, group, means)
+                        predicted |= group_of.predict(estimate.times, ahead)
+            yield predicted
 
     def _summed_over_ranks(self, part: Any) -> set[int]:
         """The ids of what an optimizer steps, of the parameters whose gradients
@@ -151,55 +139,7 @@ class PredictedCopy(WorkingCopy):
         return params
 
 
-def _predict(
-    optimizer: Any,
-    group: dict[str, Any],
-    summed: set[int],
-    estimate: Estimate,
-    ahead: float,
-) -> dict[int, Tensor]:
-    """W' of the tensors of a group that have been stepped, by their ids.
-
-    summed  see `PredictedCopy._summed_over_ranks`
-    """
-    own: list[Tensor] = []
-    of_means: list[Tensor] = []
-    for tensor in group["params"]:
-        if tensor.grad is not None and steps_of(optimizer, group, tensor):
-            tensors = of_means if id(tensor) in summed else own
-            tensors.append(tensor)
-    predicted: dict[int, Tensor] = {}
-    for some in portions(own, Tensor.numel, AT_A_TIME):
-        gradients = _estimated(optimizer, group, some, estimate.times)
-        stepped = next_weights(optimizer, group, some, gradients, estimate.part)
-        working = torch._foreach_lerp(some, stepped, 1 + ahead)
-        predicted |= zip(map(id, some), working)
-    for some in portions(of_means, Tensor.numel, AT_A_TIME):
-        gradients = mean_gradients(optimizer, group, some)
-        stepped = next_weights(optimizer, group, some, gradients)
-        working = torch._foreach_lerp(some, stepped, 1 + ahead)
-        predicted |= zip(map(id, some), working)
-    for tensor in group["params"]:
-        tensor.grad = None
-    return predicted
-
-
-def _estimated(
-    optimizer: Any,
-    group: dict[str, Any],
-    tensors: list[Tensor],
-    times: float | Tensor,
-) -> list[Tensor]:
-    gradients = torch._foreach_mul([tensor.grad for tensor in tensors], times)
-    if isinstance(times, Tensor):  # with a loss scale
-        means = mean_gradients(optimizer, group, tensors)
-        for gradient, mean in zip(gradients, means):
-            is_known = torch.isfinite(gradient)
-            gradient.copy_(torch.where(is_known, gradient, mean))
-    return gradients
-
-
-def take_gradients(part: Any) -> None:
+def _take_gradients(part: Any) -> None:
     """Let what an optimizer of Megatron steps have the gradients of the proxies."""
     if hasattr(part, "_copy_model_grads_to_main_grads"):
         part._copy_model_grads_to_main_grads()
@@ -209,67 +149,63 @@ def take_gradients(part: Any) -> None:
             param.grad = param.main_grad
 
 
-def is_sgd(optimizer: Any) -> bool:
-    return type(optimizer).__name__ in SGD
+@dataclass(frozen=True)
+class _Group:
+    """A parameter group of an optimizer of torch.
 
-
-def mean_gradients(
-    optimizer: Any, group: dict[str, Any], tensors: list[Tensor]
-) -> list[Tensor]:
-    """The mean of past gradients that the momentum of an optimizer holds; 0 without
-    momentum."""
-    states = [optimizer.state[tensor] for tensor in tensors]
-    if not is_sgd(optimizer):
-        count = steps_of(optimizer, group, tensors[0])
-        bias = 1 - group["betas"][0] ** count
-        return torch._foreach_div([state["exp_avg"] for state in states], bias)
-    if not group["momentum"]:
-        return torch._foreach_mul(tensors, 0.0)
-    sums = [state["momentum_buffer"] for state in states]
-    return torch._foreach_mul(sums, 1 - group["momentum"])
-
-
-def next_weights(
-    optimizer: Any,
-    group: dict[str, Any],
-    tensors: list[Tensor],
-    gradients: list[Tensor],
-    part: float = 1.0,
-) -> list[Tensor]:
-    """A step of `tensors` with these gradients, which are overwritten, in the order of
-    torch's additions.
-
-    part  see `Estimate`
+    means  ids of its tensors whose estimate is the mean of past gradients
     """
-    rate = float(group["lr"])
-    decay = group["weight_decay"]
-    if is_sgd(optimizer):
-        torch._foreach_add_(gradients, tensors, alpha=decay)
-        if group["momentum"]:
-            sums = [optimizer.state[tensor]["momentum_buffer"] for tensor in tensors]
-            sums = torch._foreach_mul(sums, group["momentum"])
-            torch._foreach_add_(gradients, sums)
-        return torch._foreach_add(tensors, gradients, alpha=-rate)
-    if is_decoupled(optimizer, group):
-        stepped = torch._foreach_mul(tensors, 1 - rate * decay)
-    else:
-        torch._foreach_add_(gradients, tensors, alpha=decay)
-        stepped = [tensor.clone() for tensor in tensors]
-    beta1, beta2 = group["betas"]
-    count = steps_of(optimizer, group, tensors[0]) + 1
-    means = [optimizer.state[tensor]["exp_avg"] for tensor in tensors]
-    means = torch._foreach_lerp(means, gradients, 1 - beta1)
-    squares = [optimizer.state[tensor]["exp_avg_sq"] for tensor in tensors]
-    squares = torch._foreach_mul(squares, beta2)
-    torch._foreach_addcmul_(squares, gradients, gradients, value=part * (1 - beta2))
-    below = adam_denominators(group, squares, count)
-    torch._foreach_addcdiv_(
-        stepped, means, below, value=-rate / (1 - beta1**count)
-    )
-    return stepped
 
+    optimizer: Any
+    group: dict[str, Any]
+    means: set[int]
 
-def is_decoupled(optimizer: Any, group: dict[str, Any]) -> bool:
-    """Whether Adam's weight decay is not part of the gradient."""
-    apex = getattr(optimizer, "adam_w_mode", type(optimizer).__name__ == "AdamW")
-    return bool(group.get("decoupled_weight_decay", apex))
+    def predict(self, times: float | Tensor, ahead: float) -> dict[int, Tensor]:
+        """W' of the tensors, by their ids."""
+        tensors = [each for each in self.group["params"] if each.grad is not None]
+        predicted: dict[int, Tensor] = {}
+        for some in portions(tensors, Tensor.numel, AT_A_TIME):
+            so_far = [tensor.grad for tensor in some]
+            estimates = torch._foreach_mul(so_far, times)
+            for tensor, estimate in zip(some, estimates):
+                if id(tensor) in self.means:
+                    estimate.copy_(self._mean_gradient(tensor))
+                elif isinstance(times, Tensor):
+                    estimate.nan_to_num_(0.0, 0.0, 0.0)
+                tensor.grad = estimate
+            working = torch._foreach_lerp(some, self._stepped(some), 1 + ahead)
+            predicted |= zip(map(id, some), working)
+            for tensor in some:
+                tensor.grad = None
+        return predicted
+
+    def _mean_gradient(self, tensor: Tensor) -> Tensor | float:
+        state = self.optimizer.state.get(tensor, {})
+        if "exp_avg" in state:
+            return state["exp_avg"]
+        if state.get("momentum_buffer") is not None:  # a sum
+            return state["momentum_buffer"] * (1 - self.group["momentum"])
+        return torch.zeros_like(tensor)
+
+    def _stepped(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The tensors after a step of the optimizer on copies of them and of its
+        state."""
+        optimizer = self.optimizer
+        groups = optimizer.param_groups
+        weights = [tensor.data for tensor in tensors]
+        states = [optimizer.state.pop(tensor, None) for tensor in tensors]
+        try:
+            for tensor, weight, state in zip(tensors, weights, states):
+                tensor.data = weight.clone()
+                if state is not None:
+                    optimizer.state[tensor] = copy.deepcopy(state)
+            optimizer.param_groups = [self.group | {"params": tensors}]
+            optimizer.step()
+            return [tensor.data for tensor in tensors]
+        finally:
+            optimizer.param_groups = groups
+            for tensor, weight, state in zip(tensors, weights, states):
+                tensor.data = weight
+                optimizer.state.pop(tensor, None)
+                if state is not None:
+                    optimizer.state[tensor] = state

@@ -280,33 +280,17 @@ def add_gradients(
     if kind in SGD:
         torch._foreach_add_(working, gradients, alpha=-times * rate)
     elif kind in ADAM:
-        count = steps_of(optimizer, group, stepped[0])
-        squares = [optimizer.state[tensor]["exp_avg_sq"] for tensor in stepped]
-        below = adam_denominators(group, squares, count)
+        beta1, beta2 = group["betas"]
+        states = [optimizer.state[tensor] for tensor in stepped]
+        # torch counts in the state. Megatron leaves the saved count of a resumed run in
+        # the group, where Apex counts.
+        count = float(states[0]["step"] if "step" in states[0] else group["step"])
+        below = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
+        torch._foreach_div_(below, (1 - beta2**count) ** 0.5)
+        torch._foreach_add_(below, group["eps"])
         torch._foreach_addcdiv_(
-            working, gradients, below, value=-times * (1 - group["betas"][0]) * rate
+            working, gradients, below, value=-times * (1 - beta1) * rate
         )
-
-
-def adam_denominators(
-    group: dict[str, Any], squares: list[Tensor], count: float
-) -> list[Tensor]:
-    """What Adam divides by in step `count`, which leaves the second moments
-    `squares`."""
-    below = torch._foreach_sqrt(squares)
-    torch._foreach_div_(below, (1 - group["betas"][1] ** count) ** 0.5)
-    torch._foreach_add_(below, group["eps"])
-    return below
-
-
-def steps_of(optimizer: Any, group: dict[str, Any], tensor: Tensor) -> float:
-    """The steps of a tensor so far."""
-    state = optimizer.state.get(tensor)
-    if not state:
-        return 0.0
-    # torch counts in Adam's state. Megatron leaves the saved count of a resumed run in
-    # the group, where Apex counts.
-    return float(state["step"] if "step" in state else group.get("step", 1))
 
 
 def mains_of(part: Any) -> list[Tensor]:

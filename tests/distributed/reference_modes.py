@@ -4,6 +4,7 @@ mixed precision, a synchronous start, corrections, experts, PipeDream's rule.
 Loops, accumulation, scaling, clipping and the step are not Megatron's.
 """
 
+import copy
 import functools
 import math
 from dataclasses import dataclass, field
@@ -192,47 +193,29 @@ class MegatronReference(TwoBW):
                     self.so_far[name] = (sums[name].float().clone(), share)
 
     def predict(self, batch: int) -> None:
-        """W'(batch), near W(batch + 1), from the optimizer's state before that step."""
+        """W'(batch), near W(batch + 1), by a step of copies."""
         names = {main: name for name, main in self.main.items()}
-        predicted = self.versions[batch]
         for part in self.optimizer.parts:
-            for group in part.param_groups:
-                for main in group["params"]:
-                    state = part.state.get(main)
-                    if state or isinstance(part, torch.optim.SGD):
-                        name = names[main]
-                        next_weight = self.next_weight(batch, name, main, group, state)
-                        ahead = 1 + self.rule.ahead
-                        weight = torch.lerp(main.detach(), next_weight, ahead)
-                        predicted[name] = weight.to(self.params[name].dtype)
+            twin = copy.deepcopy(part)
+            for group, copied in zip(part.param_groups, twin.param_groups):
+                for main, stepped in zip(group["params"], copied["params"]):
+                    stepped.grad = self.estimate(batch, names[main], group, part, main)
+            twin.step()
+            for group, copied in zip(part.param_groups, twin.param_groups):
+                for main, stepped in zip(group["params"], copied["params"]):
+                    ahead = 1 + self.rule.ahead
+                    weight = torch.lerp(main.detach(), stepped.detach(), ahead)
+                    param = self.params[names[main]]
+                    self.versions[batch][names[main]] = weight.to(param.dtype)
 
-    def next_weight(self, batch, name, main, group, state) -> torch.Tensor:
+    def estimate(self, batch, name, group, part, main) -> torch.Tensor:
+        if name in self.rule.summed:
+            return part.state[main]["exp_avg"].clone()
         so_far, share = self.so_far[name]
         gradient = so_far * (self.gradient_scale / share / self.loss_scale(batch))
-        rate = group["lr"]
-        weight = main.detach()
-        if self.args.optimizer == "sgd":
-            momentum = state["momentum_buffer"]
-            if name in self.rule.summed:
-                gradient = momentum * (1 - group["momentum"])
-            gradient = gradient.add(weight, alpha=group["weight_decay"])
-            return weight.add(momentum * group["momentum"] + gradient, alpha=-rate)
-        beta1 = group["betas"][0]
-        step = float(state["step"])
-        mean = state["exp_avg"] / (1 - beta1**step)
-        if name in self.rule.summed:
-            gradient = mean
-            share = 1.0
         if self.args.fp16:
-            gradient = torch.where(gradient.isfinite(), gradient, mean)
-        mean = torch.lerp(state["exp_avg"], gradient, 1 - beta1)
-        stepped = weight * (1 - rate * group["weight_decay"])
-        rate /= 1 - beta1 ** (step + 1)
-        square = state["exp_avg_sq"] * group["betas"][1]
-        counted = share * (1 - group["betas"][1])
-        square = square.addcmul(gradient, gradient, value=counted)
-        root = adam_root(group, dict(step=step + 1, exp_avg_sq=square))
-        return stepped.addcdiv(mean, root, value=-rate)
+            gradient[~gradient.isfinite()] = 0
+        return gradient
 
     # The gradients of a batch
 

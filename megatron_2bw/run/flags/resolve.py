@@ -137,7 +137,8 @@ def prediction(args: Args) -> Correction | None:
     if text.startswith("predict"):
         return correction_of(text)
     ranks = args.pipeline_model_parallel_size * args.tensor_model_parallel_size
-    if text == "auto" and args.world_size == ranks and obstacle(args) is None:
+    measured = args.optimizer == "adam" and args.world_size == ranks
+    if text == "auto" and measured and obstacle(args) is None:
         return correction_of("predict")
     return None
 
@@ -146,8 +147,6 @@ def obstacle(args: Args) -> str | None:
     """Why the weights of late microbatches cannot be predicted; None if they can."""
     if args.two_bw_late != "all":
         return "it needs --two-bw-late all: add it"
-    if args.optimizer not in ("adam", "sgd"):
-        return f"it has no prediction for --optimizer {args.optimizer}: use auto"
     if args.two_bw_memory == "host":
         return "the moments of --two-bw-memory host are not on the device: use auto"
     stages = args.pipeline_model_parallel_size

@@ -243,6 +243,10 @@ class Compute:
             seconds = traffic / self.bytes
         return seconds + self.cluster.device.step_us * 1e-6
 
+    def prediction(self, owned: float) -> float:
+        """The prediction of the next weights of what a GPU owns."""
+        return owned * PREDICTION_TRAFFIC / self.bytes
+
     def host_update(self, owned: float, gradient: int, weight: int) -> float:
         """The optimizer's step in host memory, with the norm, clipping, the conversion
         to 16 bits and the copies in and out."""
@@ -276,6 +280,8 @@ LOGIT_TRAFFIC = 16
 # Bytes moved for each parameter of an Adam step on 32-bit main weights: gradient 4,
 # moments 16, weights 8.
 UPDATE_TRAFFIC = 28
+# Of the kernels of mcore/prediction.py: gradient, moments, denominators, weights.
+PREDICTION_TRAFFIC = 106
 # The same on the host, with norm, clipping and conversion: together 2.2 times the time
 # of Adam (bench/device.py host).
 HOST_TRAFFIC = 62

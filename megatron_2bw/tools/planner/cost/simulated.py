@@ -287,6 +287,9 @@ class Cost:
             seconds = self._exposed(plan, 0, seconds, works[0].forward)
         if late:
             costs = [cost + update for cost, update in zip(costs, step.update)]
+            if plan.correction == "predict":
+                for stage, (_, _, owned) in enumerate(self._parameters(plan)):
+                    costs[stage] += self.compute.prediction(owned)
         else:
             seconds += max(step.update)
         return Times(
