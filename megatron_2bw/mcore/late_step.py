@@ -104,8 +104,9 @@ class StepResult:
     save_complete  all ranks have written their parts of a checkpoint
     losses         auxiliary ones, which are summed
     correction     of the working copy in the store
-    gradient_scale what the sum of a batch's gradients was multiplied by: clipping and
-                   the token count; None of a skipped step
+    gradient_scale what the sum of a batch's gradients was multiplied by, for clipping
+                   and the token count; None if the step was skipped or nothing is
+                   predicted
     """
 
     batch: int
@@ -292,18 +293,21 @@ class LateStep(BatchStep):
         """Run the kernels of `predict` once, without its result."""
         if self._schedule.predicts and self.has_run:
             slot = self._slots.gradients_of(self._stores.newest)
-            self._working.rehearse(slot)
+            self._working.rehearse(self._estimate(slot, done=1.0))
 
     def predict(self, batch: int, done: float) -> None:
         slot = self._slots.gradients_of(batch - 1)
         if any(group.size() > 1 for group in self._groups.data):
             slot = slot.twin(Tensor.clone)
             slot.reduce()
+        self._correction = self._options.correction(0)
+        self._working.predict(self._estimate(slot, done), self._correction.ahead)
+
+    def _estimate(self, slot: Slot, done: float) -> Estimate:
         times: float | Tensor = self._gradient_scale / done
         if self._scales.scales_losses:
             times = times / self._scales.current.squeeze()
-        self._correction = self._options.correction(0)
-        self._working.predict(Estimate(slot, times), self._correction.ahead)
+        return Estimate(slot, times)
 
     def job(self, batch: int, target: int) -> Callable[[], StepResult]:
         ended = self._stage.end_batch(batch)
@@ -408,10 +412,14 @@ class LateStep(BatchStep):
                 losses=step_input.routers,
                 scale=scale,
                 correction=step_input.correction,
-                gradient_scale=self._scale_of(step_input, norm) if stepped else None,
+                gradient_scale=self._scale_of(step_input, norm, stepped),
             )
 
-    def _scale_of(self, step_input: StepInput, norm: float | None) -> float:
+    def _scale_of(
+        self, step_input: StepInput, norm: float | None, stepped: bool
+    ) -> float | None:
+        if not stepped or not self._schedule.predicts:
+            return None
         scale = 1.0
         limit = self._optimizer.config.clip_grad
         if norm is not None and limit > 0:

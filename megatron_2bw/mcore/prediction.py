@@ -94,9 +94,9 @@ class PredictedCopy(WorkingCopy):
                 self._proxies.gather()
 
     @torch.no_grad()
-    def rehearse(self, slot: Slot) -> None:
+    def rehearse(self, estimate: Estimate) -> None:
         """Run the kernels of `predict` that no step has run."""
-        with self._predicted(Estimate(slot, times=1.0), ahead=0.0):
+        with self._predicted(estimate, ahead=0.0):
             pass
 
     @contextlib.contextmanager

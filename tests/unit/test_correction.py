@@ -78,12 +78,17 @@ def test_the_line_of_a_run():
     at_32k = GAPS["auto"][32768]
     assert notes(args, resolve(args, 100).schedule) == [
         "> 2bw: 2 of 8 microbatches late, 1.15 times as fast as 1F1B, "
-        f"measured gap {at_8k[0.25]:+.1f} % at 8,192 tokens a batch (--two-bw-late 7: "
-        f"1.88 times, measured gap {at_8k[0.875]:+.1f} % at 8,192 tokens a batch)",
+        f"measured gap {at_8k[0.25]:+.1f} % at 8,192 tokens a batch (--two-bw-late all: "
+        f"1.88 times, measured gap {GAPS['predict'][8192]:+.1f} % at 8,192 tokens a batch)",
         "> 2bw: 8 of 32 microbatches late, 1.22 times as fast as 1F1B, "
         f"measured gap {at_32k[0.25]:+.1f} % at 32,768 tokens a batch",
     ]
-    plain = gap(8192, 1.0, corrected=False)
+    args.optimizer = "soap"  # not predicted
+    assert (
+        f"7: 1.88 times, measured gap {at_8k[0.875]:+.1f} %"
+        in notes(args, resolve(args, 100).schedule)[0]
+    )
+    plain = gap(8192, 1.0, "none")
     assert f"{GAPS['none'][8192]:+.1f} %" in plain
 
 
@@ -139,7 +144,11 @@ FEEDBACK = "--two-bw-correction 1"
         (AUTO, dict(world_size=4, global_batch_size=8), Correction(1.25, 1.25)),
         (AUTO, dict(optimizer="soap", adam_beta1=0.5), Correction(0.5)),
         (AUTO, dict(optimizer="muon", muon_scalar_optimizer="lion"), Correction(1.25)),
-        ("--two-bw-late all --two-bw-correction predict,0.5", {}, Correction(ahead=0.5)),
+        (
+            "--two-bw-late all --two-bw-correction predict,0.5",
+            {},
+            Correction(ahead=0.5),
+        ),
         # 4 of 16 microbatches are late
         ("", dict(global_batch_size=32), Correction(0.5, 0.5)),
         ("", dict(global_batch_size=32, adam_beta1=0.4), Correction(0.1)),

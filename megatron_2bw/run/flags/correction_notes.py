@@ -4,6 +4,7 @@ of a run, and the planner's figures.
 Invariant: without torch.
 """
 
+import copy
 import math
 from pathlib import Path
 
@@ -40,8 +41,15 @@ def _note(args: Args, schedule: TwoBW, size: int) -> str:
     enough = min(stages - 1, count)
     if late >= enough:
         return line
+    further: int | str = enough
+    with_all = copy.copy(args)
+    with_all.two_bw_late = "all"
+    if prediction(with_all):
+        further = "all"
+        enough = count
+        correction = "predict"
     return (
-        f"{line} (--two-bw-late {enough}: {speed(stages, count, enough):.2f} times, "
+        f"{line} (--two-bw-late {further}: {speed(stages, count, enough):.2f} times, "
         f"{gap(tokens, enough / count, correction)})"
     )
 
