@@ -84,7 +84,8 @@ def _sync_iterations(args: Args, iterations: int) -> int:
         return percent * iterations // 100
     if length is not None:
         return length
-    if args.two_bw_correction == "auto" and (args.lr or 0) > LOW_RATE:
+    starts = args.two_bw_correction == "auto" or prediction(args) is not None
+    if starts and (args.lr or 0) > LOW_RATE:
         return min(START, iterations // 5)
     return 0
 
