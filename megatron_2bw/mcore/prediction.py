@@ -115,8 +115,8 @@ class PredictedCopy(WorkingCopy):
                     _take_gradients(part)
                     means = self._summed_over_ranks(part)
                     for group in part.optimizer.param_groups:
-                        group_of = _Group(part.optimizer, group, means)
-                        predicted |= group_of.predict(estimate.times, ahead)
+                        step = _GroupStep(part.optimizer, group, means)
+                        predicted |= step.predict(estimate.times, ahead)
             yield predicted
 
     def _summed_over_ranks(self, part: Any) -> set[int]:
@@ -150,10 +150,10 @@ def _take_gradients(part: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Group:
-    """A parameter group of an optimizer of torch.
+class _GroupStep:
+    """The step of a parameter group that an optimizer will do.
 
-    means  ids of its tensors whose estimate is the mean of past gradients
+    means  ids of the tensors whose estimate is the mean of past gradients
     """
 
     optimizer: Any
@@ -179,7 +179,7 @@ class _Group:
                 tensor.grad = None
         return predicted
 
-    def _mean_gradient(self, tensor: Tensor) -> Tensor | float:
+    def _mean_gradient(self, tensor: Tensor) -> Tensor:
         state = self.optimizer.state.get(tensor, {})
         if "exp_avg" in state:
             return state["exp_avg"]
