@@ -37,7 +37,7 @@ DECAYS = {
 # (docs/convergence.md)
 AHEAD = 0.25
 # updates beyond the predicted weights, with `predict` (docs/convergence.md)
-PREDICTED_AHEAD = 0.25
+PREDICTED_AHEAD = 0.5
 # below it `auto` adds the best factor of a gradient of pure noise, the momentum
 LEAST_MOMENTUM = 0.8
 # iterations of a synchronous start at most; the curvature is largest at the start, also
