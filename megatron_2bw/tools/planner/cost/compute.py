@@ -280,8 +280,8 @@ LOGIT_TRAFFIC = 16
 # Bytes moved for each parameter of an Adam step on 32-bit main weights: gradient 4,
 # moments 16, weights 8.
 UPDATE_TRAFFIC = 28
-# Of the kernels of mcore/prediction.py: gradient, moments, denominators, weights.
-PREDICTION_TRAFFIC = 106
+# A step on copies (mcore/prediction.py): gradient 8, copies 24, step 28, result 18.
+PREDICTION_TRAFFIC = 78
 # The same on the host, with norm, clipping and conversion: together 2.2 times the time
 # of Adam (bench/device.py host).
 HOST_TRAFFIC = 62
