@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from operator import attrgetter
+from dataclasses import dataclass, field, replace
 
 from megatron_2bw.base.errors import UserError, did_you_mean
 from megatron_2bw.tools.planner.descriptions.profile import Profile
@@ -83,17 +81,7 @@ class Link(Described):
         return 12 if self.gb_s < 200 else 24
 
     def __str__(self) -> str:
-        rates = {
-            "2 GPUs": self.pair_gb_s,
-            "4 GPUs": self.four_gb_s,
-            "a message": self.message_gb_s,
-        }
-        given = []
-        for name, rate in rates.items():
-            if rate:
-                given.append(f"{name} {rate:.4g}")
-        others = f" ({', '.join(given)})" if given else ""
-        return f"{self.gb_s:.4g} GB/s{others}, {self.latency_us:.4g} us"
+        return f"{self.gb_s:.4g} GB/s, {self.latency_us:.4g} us"
 
 
 @dataclass(frozen=True)
@@ -164,27 +152,6 @@ class Cluster:
     @property
     def gpus(self) -> int:
         return self.servers * self.gpus_per_server
-
-
-_HIGHER_IS_WEAKER = (
-    "layer_launch_us",
-    "collective_launch_us",
-    "exchange_us",
-    "step_us",
-    "error",
-)
-
-
-def weakest(devices: Sequence[Device]) -> Device:
-    """The slowest of the devices, with the lowest of each figure."""
-    figures = {}
-    for entry in fields(Device):
-        if entry.type != "str":
-            worst = max if entry.name in _HIGHER_IS_WEAKER else min
-            values = map(attrgetter(entry.name), devices)
-            figures[entry.name] = worst(values)
-    slowest = min(devices, key=attrgetter("tflops"))
-    return replace(slowest, **figures)
 
 
 _DATA = presets("clusters.toml")
