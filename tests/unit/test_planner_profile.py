@@ -2,7 +2,6 @@
 real measurement on the CPU."""
 
 import argparse
-import json
 from dataclasses import replace
 
 import pytest
@@ -51,20 +50,6 @@ def test_round_trip(tmp_path):
     PROFILE.save(path)
     assert Profile.load(path) == PROFILE
     assert [entry.name for entry in tmp_path.iterdir()] == ["profile.json"]
-
-
-def test_a_file_of_an_older_release_with_links_and_several_ranks(tmp_path):
-    path = tmp_path / "profile.json"
-    PROFILE.save(path)
-    entries = json.loads(path.read_text())
-    for name in ("blocks", "output"):
-        for point in entries[name]:
-            point["tensor"] = 1
-        entries[name].append(entries[name][0] | {"tensor": 2})
-    entries["inside"] = {"gb_s": 100.0, "latency_us": 10.0, "measured": True}
-    entries["between"] = None
-    path.write_text(json.dumps(entries))
-    assert Profile.load(path) == PROFILE
 
 
 def test_times_of_a_layer():

@@ -95,11 +95,6 @@ class Estimate:
         """Bytes of the heaviest stage."""
         return max(stage.total for stage in self.memory)
 
-    @property
-    def headroom(self) -> float:
-        """Bytes that the memory margin allows and the heaviest stage does not use."""
-        return self.capacity - self.heaviest
-
 
 @dataclass(frozen=True)
 class _Step:
@@ -130,9 +125,6 @@ class Cost:
                     each tensor rank sends its part also without sequence parallelism
                     (arXiv 2104.04473, section 4.1), and interleaved stages wait for a
                     message as others do
-    spare           share of the memory that a plan must leave free beyond the margin;
-                    if negative, that its estimate may be too large by: what is certain
-                    must fit
     torch_adam      Adam is torch's, not a fused one; None: as in the cluster's profile,
                     if it has one
     """
@@ -143,7 +135,6 @@ class Cost:
     flash: bool | None = None
     margin: float | None = None
     old_exchange: bool = False
-    spare: float = 0.0
     torch_adam: bool | None = None
 
     def __post_init__(self) -> None:
@@ -170,19 +161,13 @@ class Cost:
             self._fixed = CONTEXT if on_gpus else 0.0
             self._share = 1 / (1 + FRAGMENTS)
         self.capacity = (whole - self._fixed) * self._share
-        self.spare_bytes = self.spare * whole
         self.share_left_free = 1 - self.capacity / whole
         self._nccl_free = whole * share if on_gpus else math.inf
 
     def fits(self, plan: Plan) -> bool:
         if plan.memory == "host" and not self.host_holds(plan):
             return False
-        room = self.allowed(plan)
-        if self.memory.heaviest(plan) + self.spare_bytes > room:
-            return False
-        if self.spare >= 0:
-            return True
-        return max(stage.certain for stage in self.memory.stages(plan)) <= room
+        return self.memory.heaviest(plan) <= self.allowed(plan)
 
     def host_holds(self, plan: Plan) -> bool:
         """Whether the host has memory for the plan's optimizer."""
@@ -212,8 +197,7 @@ class Cost:
 
     def gpu_bytes(self, plan: Plan) -> float:
         """Memory of the smallest GPU on which the plan fits."""
-        needed = self.memory.heaviest(plan) + self.spare_bytes
-        taken = needed + self.capacity - self.allowed(plan)
+        taken = self.memory.heaviest(plan) + self.capacity - self.allowed(plan)
         return taken / self._share + self._fixed
 
     def seconds(self, plan: Plan) -> float:
@@ -257,13 +241,7 @@ class Cost:
             bubble=max(alone - work - update, 0.0),
         )
         stages = tuple(self.memory.stages(plan))
-        return Estimate(
-            plan,
-            seconds,
-            split,
-            stages,
-            self.allowed(plan),
-        )
+        return Estimate(plan, seconds, split, stages, self.allowed(plan))
 
     @by_fields(STAGES)
     def stages(self, plan: Plan) -> list[MicrobatchTime]:

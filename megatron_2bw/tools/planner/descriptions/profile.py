@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from megatron_2bw.base.errors import UserError
 from megatron_2bw.base.files import read_yaml, write_json
@@ -95,33 +94,14 @@ class Profile(Described):
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """Read what `save` wrote. UserError names the wrong entry.
-
-        Older files also have links, and times on several tensor-parallel ranks: both
-        are ignored.
-        """
+        """Read what `save` wrote. UserError names the wrong entry."""
         where = f"--profile {path}"
         entries = read_yaml(path, "--profile")
         if not isinstance(entries, dict) or entries.pop("kind", None) != KIND:
             raise UserError(
                 f"{where}: not a profile; `megatron-2bw plan profile --json PATH` writes one"
             )
-        for name in ("terms", "inside", "between"):
-            entries.pop(name, None)
-        for name in ("blocks", "output"):
-            entries[name] = _on_one_rank(entries.get(name))
         return described(cls, entries, where)
-
-
-def _on_one_rank(points: Any) -> Any:
-    """The points of an older file that were measured on one rank."""
-    if not isinstance(points, list):
-        return points
-    kept = []
-    for point in points:
-        if not isinstance(point, dict) or point.pop("tensor", 1) == 1:
-            kept.append(point)
-    return kept
 
 
 def _at(points: tuple[BlockTime, ...], microbatch: float) -> tuple[float, float]:
