@@ -4,7 +4,7 @@ status 2 for what is wrong."""
 import json
 import os
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,7 @@ from megatron_2bw.mcore.log_lines import TFLOPS
 from megatron_2bw.tools.planner.descriptions import cluster as clusters
 from megatron_2bw.tools.planner.descriptions.cluster import Cluster, Device, Link
 from megatron_2bw.tools.planner.descriptions.cluster_file import from_yaml, to_yaml
-from megatron_2bw.tools.planner.descriptions.profile import BlockTime
 from megatron_2bw.tools.planner.plan_command import main
-from tests.unit.test_planner_profile import PROFILE as MEASURED
 
 TINY = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 1000"
 FOUR = "--cluster dgx-a100-80 --gpus-per-server 4 --max-global-batch-size 16"
@@ -35,15 +33,6 @@ DESCRIBED = {
     "inside": {"gb_s": 100, "latency_us": 5},
     "between": {"gb_s": 10, "latency_us": 20, "rails": 4},
 }
-PROFILE = replace(
-    MEASURED,
-    blocks=(BlockTime(1, 1e-3, 2e-3),),
-    output=(BlockTime(1, 1e-3, 2e-3),),
-)
-PROFILED = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
-    "--vocab-size 100"
-)
 
 
 @dataclass
@@ -252,23 +241,6 @@ def test_parts_of_sequences_are_planned_on_request_and_where_nothing_else_fits(c
     asked = call(words, "--seq-length 4096 --context-parallel-size 2")
     assert asked.errors == []
     assert "--context-parallel-size 2" in asked.out
-
-
-def test_a_measured_profile(call, write, tmp_path):
-    PROFILE.save(tmp_path / "profile.json")
-    given = ("--profile", tmp_path / "profile.json")
-    ended = call(PROFILED, FOUR, *given, "--top 1")
-    assert ended.status == 0
-    assert "compute, update: MEASURED, " in ended.out
-    # it was measured in 32 bits
-    assert "--bf16" not in ended.out
-    assert "--fp16" not in ended.out
-    # beside the file that names it
-    path = write(DESCRIBED | {"profile": "profile.json"})
-    ended = call(PROFILED, "--max-global-batch-size 16 --top 1 --cluster", path)
-    assert ended.status == 0
-    assert "compute, update: MEASURED, " in ended.out
-    refused(call("--model gpt-355m", FOUR, *given), "--profile", "--hidden-size", "64")
 
 
 # --- bad input

@@ -33,7 +33,6 @@ from megatron_2bw.tools.planner.descriptions.cluster import network
 from megatron_2bw.tools.planner.find import advice
 from megatron_2bw.tools.planner.find.search import Search, on_fewer
 from megatron_2bw.tools.planner.find.space import MEMORY, PLANNED, RECOMPUTES, Space
-from megatron_2bw.tools.planner.measure import blocks
 from megatron_2bw.tools.planner.tell import (
     explain,
     jobs,
@@ -59,7 +58,6 @@ def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw plan") -> 
     words = list(sys.argv[1:] if argv is None else argv)
     commands = {
         "plan": run_plan,
-        "profile": run_profile,
         "calibrate": run_calibrate,
     }
     name = words.pop(0) if words and words[0] in commands else "plan"
@@ -113,17 +111,11 @@ def _cost(options: argparse.Namespace) -> Cost:
     model = inputs.model_of(options)
     cluster = inputs.cluster_of(options)
     device = cluster.device
-    profile = cluster.profile
     on_cpu = device.name == "cpu"
     precision = options.precision
-    if not precision and profile:
-        precision = profile.precision
-    elif not precision:
+    if not precision:
         precision = "bf16" if device.bf16 else "fp16"
         precision = "fp32" if on_cpu else precision
-    fault = profile.fits(model, precision) if profile else None
-    if fault:
-        raise UserError(f"--profile: {fault}; measure this model")
     flash = None if options.attention is None else options.attention == "flash"
     if flash and (precision == "fp32" or not device.flash):
         raise UserError(
@@ -136,7 +128,7 @@ def _cost(options: argparse.Namespace) -> Cost:
         )
     flash = False if on_cpu else flash
     cost = Cost(model, cluster, precision, flash, margin)
-    if options.adam or not (profile or cost.flash):
+    if options.adam or not cost.flash:
         torch_adam = not on_cpu and options.adam != "fused"
         return replace(cost, torch_adam=torch_adam)
     return cost
@@ -235,15 +227,6 @@ def _cloud(result: explain.Result) -> list[Estimate]:
         for _, plan in itertools.islice(search, 20):
             estimates.append(result.cost.estimate(plan))
     return estimates
-
-
-def run_profile(words: list[str], prog: str) -> int:
-    options = blocks.profile_parser(prog).parse_args(words)
-    if options.num_experts or options.multi_latent_attention:
-        raise UserError(
-            "--num-experts, --multi-latent-attention: only dense layers with plain attention are measured"
-        )
-    return blocks.measure_blocks(options, inputs.model_of(options))
 
 
 if __name__ == "__main__":

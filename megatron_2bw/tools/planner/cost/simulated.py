@@ -125,8 +125,7 @@ class Cost:
                     each tensor rank sends its part also without sequence parallelism
                     (arXiv 2104.04473, section 4.1), and interleaved stages wait for a
                     message as others do
-    torch_adam      Adam is torch's, not a fused one; None: as in the cluster's profile,
-                    if it has one
+    torch_adam      Adam is torch's, not a fused one
     """
 
     model: Model
@@ -135,17 +134,13 @@ class Cost:
     flash: bool | None = None
     margin: float | None = None
     old_exchange: bool = False
-    torch_adam: bool | None = None
+    torch_adam: bool = False
 
     def __post_init__(self) -> None:
         device = self.cluster.device
-        profile = self.cluster.profile
         on_gpus = device.name != "cpu"
         if self.flash is None:
             self.flash = device.flash and self.precision != "fp32"
-        if self.torch_adam is None:
-            measured = profile is not None and "torch's Adam" in profile.optimizer
-            self.torch_adam = on_gpus and measured
         self.channels = self.cluster.inside.channels
         self._seconds = {}
         self.compute = Compute(self.model, self.cluster, self.precision, self.flash)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from megatron_2bw.base.errors import UserError, did_you_mean
-from megatron_2bw.tools.planner.descriptions.profile import Profile
 from megatron_2bw.tools.planner.descriptions.reading import (
     Amount,
     Count,
@@ -142,8 +141,6 @@ class Cluster:
     device: Device
     inside: Link
     between: Link
-    # measured times of blocks
-    profile: Profile | None = field(default=None, compare=False)
 
     def part(self, servers: int, gpus_per_server: int) -> Cluster:
         """The first `servers` servers, with so many GPUs each."""

@@ -15,16 +15,14 @@ from megatron_2bw.tools.planner.descriptions.cluster import (
     Link,
     preset,
 )
-from megatron_2bw.tools.planner.descriptions.profile import Profile
 from megatron_2bw.tools.planner.descriptions.reading import Count, Described, described
 
-CPU_ERROR = 0.45  # ranks share cores and caches, which a profile does not show
+CPU_ERROR = 0.45  # ranks share cores and caches
 
 
 @dataclass(frozen=True)
 class _File(Described):
-    """gpu: a name of GPUS, or entries of a Device. profile: relative to the YAML
-    file."""
+    """gpu: a name of GPUS, or entries of a Device."""
 
     gpus_per_server: Count
     gpu: str | dict[str, Any]
@@ -32,7 +30,6 @@ class _File(Described):
     between: Link
     name: str = ""
     servers: Count = 1
-    profile: Path | None = None
 
 
 def named_cluster(name: str) -> Cluster:
@@ -45,8 +42,7 @@ def named_cluster(name: str) -> Cluster:
 
 
 def from_yaml(path: Path) -> Cluster:
-    """The cluster of a YAML file, with its profile. UserError names the file and the
-    wrong entry."""
+    """The cluster of a YAML file. UserError names the file and the wrong entry."""
     where = f"--cluster {path}"
     file = described(_File, read_yaml(path, "--cluster"), where)
     return Cluster(
@@ -56,7 +52,6 @@ def from_yaml(path: Path) -> Cluster:
         _device(file.gpu, f"{where}: gpu"),
         file.inside,
         file.between,
-        Profile.load(path.parent / file.profile) if file.profile else None,
     )
 
 
@@ -81,8 +76,7 @@ def _device(gpu: str | dict[str, Any], where: str) -> Device:
 
 
 def to_yaml(cluster: Cluster, path: Path) -> None:
-    """Write a file from which `from_yaml` reads the same cluster, without its
-    profile."""
+    """Write a file from which `from_yaml` reads the same cluster."""
     import yaml
 
     whole = asdict(cluster)

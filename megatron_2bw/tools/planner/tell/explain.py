@@ -308,18 +308,12 @@ def evidence(cost: Cost) -> str:
     """The source of each number."""
     cluster = cost.cluster
     device = cluster.device
-    compute = f"{ESTIMATED}, {device.name}, {device.calibration}"
-    if cluster.profile is not None:
-        profiled = f"{MEASURED}, profile on {cluster.profile.device}"
-        compute = (
-            f"{profiled}; from it: embedding, selective recompute, tensor sizes above 1"
-        )
     free = 100 * cost.share_left_free
     memory = f"{free:.0f} % of {device.memory_gib:g} GiB are left free"
     if cost.margin is None:
         memory += ", and what NCCL takes"
     sources = {
-        "compute, update": compute,
+        "compute, update": f"{ESTIMATED}, {device.name}, {device.calibration}",
         "messages inside servers": _source(cluster.inside),
         "messages between servers": _source(cluster.between),
         "bubble": f"{ESTIMATED}, simulation of the schedule",

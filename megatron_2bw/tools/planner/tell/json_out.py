@@ -2,7 +2,7 @@
 stage. Pure Python."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from megatron_2bw.tools.planner.cost.simulated import Cost, Estimate
@@ -13,11 +13,9 @@ from megatron_2bw.tools.planner.tell.explain import Result
 def as_json(result: Result) -> dict[str, Any]:
     """The result in plain types: seconds, bytes, samples."""
     cost = result.cost
-    cluster = asdict(replace(cost.cluster, profile=None))
-    cluster["profile"] = cost.cluster.profile is not None
     content = {
         "model": asdict(cost.model),
-        "cluster": cluster,
+        "cluster": asdict(cost.cluster),
         "space": asdict(result.space),
         "precision": cost.precision,
         "flash": cost.flash,
