@@ -157,7 +157,7 @@ def test_the_fastest_of_2bw_and_of_the_exact_schedules_are_found(result):
 def test_where_nothing_fits_the_memory_that_is_named_suffices():
     model = PRESETS["gpt-28.3b"]
     space = Space(16, memory=("two-slots", "one-slot", "shard"))
-    cost = Cost(model, P3, "fp16")
+    cost = Cost(model, P3, "fp16", spare=0.02)
     search = Search(cost, space)
     assert not list(search)
     text = nothing_fits(cost, space)
@@ -171,7 +171,7 @@ def test_where_nothing_fits_the_memory_that_is_named_suffices():
     memory = float(re.search(r"GPUs of ([\d.]+) GiB or more", text)[1])
     for gib, fits in ((memory, True), (memory - 0.1, False)):
         device = replace(P3.device, memory_gib=gib)
-        larger = Cost(model, replace(P3, device=device), "fp16")
+        larger = Cost(model, replace(P3, device=device), "fp16", spare=0.02)
         assert any(map(larger.fits, search.too_large)) == fits
     gpu = re.search(r"or more, such as (\S+)\.$", text)[1]
     assert clusters.GPUS[gpu].memory_gib >= memory

@@ -126,6 +126,8 @@ class Cost:
                     (arXiv 2104.04473, section 4.1), and interleaved stages wait for a
                     message as others do
     torch_adam      Adam is torch's, not a fused one
+    spare           share of the memory that also stays free, since the memory of plans
+                    is an estimate
     """
 
     model: Model
@@ -135,6 +137,7 @@ class Cost:
     margin: float | None = None
     old_exchange: bool = False
     torch_adam: bool = False
+    spare: float = 0.0
 
     def __post_init__(self) -> None:
         device = self.cluster.device
@@ -143,10 +146,19 @@ class Cost:
             self.flash = device.flash and self.precision != "fp32"
         self.channels = self.cluster.inside.channels
         self._seconds = {}
-        self.compute = Compute(self.model, self.cluster, self.precision, self.flash)
+        self.compute = Compute(
+            model=self.model,
+            cluster=self.cluster,
+            precision=self.precision,
+            flash=self.flash,
+        )
         engine = on_gpus and device.capability >= ENGINE_FROM
         self.memory = Memory(
-            self.model, self.precision, self.flash, self.torch_adam, engine
+            model=self.model,
+            precision=self.precision,
+            flash=self.flash,
+            torch_adam=self.torch_adam,
+            engine=engine,
         )
         whole = device.memory_gib * GIB
         share = self.margin or 0.0
@@ -155,7 +167,8 @@ class Cost:
         if self.margin is None:
             self._fixed = CONTEXT if on_gpus else 0.0
             self._share = 1 / (1 + FRAGMENTS)
-        self.capacity = (whole - self._fixed) * self._share
+        usable = (whole - self._fixed) * self._share
+        self.capacity = usable - self.spare * whole
         self.share_left_free = 1 - self.capacity / whole
         self._nccl_free = whole * share if on_gpus else math.inf
 
@@ -193,7 +206,8 @@ class Cost:
     def gpu_bytes(self, plan: Plan) -> float:
         """Memory of the smallest GPU on which the plan fits."""
         taken = self.memory.heaviest(plan) + self.capacity - self.allowed(plan)
-        return taken / self._share + self._fixed
+        taken += self._fixed * self._share
+        return taken / (self._share - self.spare)
 
     def seconds(self, plan: Plan) -> float:
         """Simulated seconds of an iteration in the steady state."""
@@ -236,7 +250,13 @@ class Cost:
             bubble=max(alone - work - update, 0.0),
         )
         stages = tuple(self.memory.stages(plan))
-        return Estimate(plan, seconds, split, stages, self.allowed(plan))
+        return Estimate(
+            plan=plan,
+            seconds=seconds,
+            split=split,
+            memory=stages,
+            capacity=self.allowed(plan),
+        )
 
     @by_fields(STAGES)
     def stages(self, plan: Plan) -> list[MicrobatchTime]:
@@ -428,7 +448,12 @@ class Cost:
         if sharded:
             gather = max(self._over_replicas(plan, scatter_or_gather, size.weight))
         reduce = self._over_replicas(plan, collective, size.gradient)
-        return _Step(reduce, ends, update, gather)
+        return _Step(
+            reduce=reduce,
+            ends=ends,
+            update=update,
+            gather=gather,
+        )
 
     def _over_replicas(
         self, plan: Plan, collective: Callable, size: int

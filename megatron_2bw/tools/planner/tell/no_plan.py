@@ -27,10 +27,13 @@ def nothing_fits(cost: Cost, space: Space) -> str:
     text = (
         f"Nothing fits with --seq-length {cost.model.sequence}. The smallest plan, {smallest.title}, needs {need} on "
         f"its heaviest stage ({ESTIMATED}), and {allowed} of {device.memory_gib:g} GiB are allowed. "
-        "Exclude fewer choices, or take more GPUs, a shorter sequence or a smaller model"
+        "Exclude fewer choices, leave less free (--memory-margin), take more GPUs, a shorter sequence, a smaller model"
     )
     size = math.ceil(10 * cost.gpu_bytes(smallest) / GIB) / 10
-    larger = [gpu for gpu in GPUS.values() if gpu.memory_gib >= size]
+    larger = []
+    for gpu in GPUS.values():
+        if gpu.memory_gib >= size:
+            larger.append(gpu)
     if larger:
         name = min(larger, key=attrgetter("memory_gib", "name")).name
         text += f", or GPUs of {size:g} GiB or more, such as {name}"
