@@ -30,8 +30,15 @@ DESCRIBED = {
         "bf16": False,
         "units": 64,
     },
-    "inside": {"gb_s": 100, "latency_us": 5},
-    "between": {"gb_s": 10, "latency_us": 20, "rails": 4},
+    "inside": {
+        "gb_s": 100,
+        "latency_us": 5,
+    },
+    "between": {
+        "gb_s": 10,
+        "latency_us": 20,
+        "rails": 4,
+    },
 }
 
 
@@ -318,7 +325,12 @@ OWN = Cluster(
     "mine",
     3,
     5,
-    Device("small", 10.5, 7, 300),
+    Device(
+        name="small",
+        memory_gib=10.5,
+        tflops=7,
+        memory_gb_s=300,
+    ),
     Link(1.5, 2, measured=True),
     Link(0.1, 100.5, rails=2),
 )

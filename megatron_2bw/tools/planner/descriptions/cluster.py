@@ -152,15 +152,24 @@ class Cluster:
 
 
 _DATA = presets("clusters.toml")
-GPUS = {name: Device(name, **entry) for name, entry in _DATA["gpus"].items()}
-LINKS = {name: Link(**entry) for name, entry in _DATA["links"].items()}
+GPUS = {}
+for _name, _entry in _DATA["gpus"].items():
+    GPUS[_name] = Device(_name, **_entry)
+LINKS = {}
+for _name, _entry in _DATA["links"].items():
+    LINKS[_name] = Link(**_entry)
 
 
-def _preset(name: str, gpus: int, gpu: str, inside: str, between: str) -> Cluster:
-    return Cluster(name, 1, gpus, GPUS[gpu], LINKS[inside], LINKS[between])
-
-
-PRESETS = {name: _preset(name, **entry) for name, entry in _DATA["clusters"].items()}
+PRESETS = {}
+for _name, _entry in _DATA["clusters"].items():
+    PRESETS[_name] = Cluster(
+        name=_name,
+        servers=1,
+        gpus_per_server=_entry["gpus"],
+        device=GPUS[_entry["gpu"]],
+        inside=LINKS[_entry["inside"]],
+        between=LINKS[_entry["between"]],
+    )
 
 # Gbit/s of a card
 INFINIBAND = {"ib-fdr": 56, "ib-edr": 100, "ib-hdr": 200, "ib-ndr": 400}

@@ -35,7 +35,11 @@ class Search:
     """
 
     def __init__(
-        self, cost: Cost, space: Space, distinct: bool = True, limit: float = math.inf
+        self,
+        cost: Cost,
+        space: Space,
+        distinct: bool = True,
+        limit: float = math.inf,
     ):
         self.cost = cost
         self.space = space

@@ -9,7 +9,7 @@ import contextlib
 import csv
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -157,12 +157,21 @@ def _measured(model: Model, plan: Plan, rest: _Row) -> MeasuredRun:
     for cause in violations(plan, model, plan.gpus, rest.precision):
         raise UserError(cause)
     return MeasuredRun(
-        model, plan, rest.seconds, rest.precision, rest.flash, rest.memory_gib
+        model=model,
+        plan=plan,
+        seconds=rest.seconds,
+        precision=rest.precision,
+        flash=rest.flash,
+        memory=rest.memory_gib,
     )
 
 
-def _chosen(cells: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
-    return {name: cells[name] for name in names if name in cells}
+def _chosen(cells: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    chosen = {}
+    for name in names:
+        if name in cells:
+            chosen[name] = cells[name]
+    return chosen
 
 
 def _checked(plan: Plan, rest: _Row) -> Plan:

@@ -69,7 +69,8 @@ class Result:
                 listed.append(estimate)
         if listed:
             return max(listed, key=attrgetter("throughput"))
-        for _, plan in Search(self.cost, replace(self.space, schedules=schedules)):
+        space = replace(self.space, schedules=schedules)
+        for _, plan in Search(self.cost, space):
             return self.cost.estimate(plan)
         return None
 
@@ -321,7 +322,10 @@ def evidence(cost: Cost) -> str:
     }
     if cluster.servers == 1:
         del sources["messages between servers"]
-    return "\n".join(wrapped(f"{name}: {source}") for name, source in sources.items())
+    lines = []
+    for name, source in sources.items():
+        lines.append(wrapped(f"{name}: {source}"))
+    return "\n".join(lines)
 
 
 def _source(link: Link) -> str:

@@ -22,7 +22,10 @@ def as_json(result: Result) -> dict[str, Any]:
         "margin": cost.share_left_free,
         "error": cost.cluster.device.error,
         "ties": result.ties,
-        "run": {"model": cost.model.flags(), "data": jobs.mock_data(cost.model)},
+        "run": {
+            "model": cost.model.flags(),
+            "data": jobs.mock_data(cost.model),
+        },
         "plans": [_estimate(cost, estimate) for estimate in result.estimates],
     }
     return json.loads(json.dumps(content))  # lists for tuples
