@@ -188,6 +188,12 @@ def test_gpus_stay_idle_where_fewer_are_faster(call):
         "1 of 6 GPUs stay idle: 5 are faster (--servers 1 --gpus-per-server 5)"
     )
     assert "on 5 GPUs" in ended.out
+    alone = call(
+        f"{TINY} {FOUR}",
+        "--max-global-batch-size 3 --context-parallel-size 1",
+        "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --top 1",
+    )
+    assert alone.errors[0].startswith("1 of 4 GPUs stay idle: 3 have a plan (")
 
 
 @pytest.mark.parametrize("flag", ["--script", "--json", "--report"])

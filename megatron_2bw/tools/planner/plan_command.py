@@ -161,7 +161,8 @@ def planned(options: argparse.Namespace) -> explain.Result | None:
         gpus = cost.cluster.gpus
         idle = f"{gpus - part.gpus} of {gpus} GPUs stay idle"
         flags = f"--servers {part.servers} --gpus-per-server {part.gpus_per_server}"
-        _note(f"{idle}: {part.gpus} are faster ({flags})")
+        reason = "are faster" if result else "have a plan"
+        _note(f"{idle}: {part.gpus} {reason} ({flags})")
         return _searched(replace(cost, cluster=part), space, options)
     if result is None:
         print(no_plan.nothing_fits(cost, space))
