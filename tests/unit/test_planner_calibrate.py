@@ -361,7 +361,7 @@ def test_the_log_of_a_run_is_a_run(tmp_path):
         gated=True, rms_norm=True, rotary=True, tied=False, bias=False, dropout=False
     )
     assert run.model == Model(
-        "run", 10, 1024, 16, 1000, 512, ffn=2816, groups=4, **options
+        "gpt", 10, 1024, 16, 1000, 512, ffn=2816, groups=4, **options
     )
     choices = dict(
         memory="one-slot",
@@ -397,9 +397,11 @@ def test_the_log_of_a_run_is_a_run(tmp_path):
         tmp_path / "c.log",
         attention_backend="AttnBackend.unfused",
         add_bias_linear=True,
+        lora_rank=8,
     )
     assert not read_log(scores).flash
     assert read_log(scores).model.bias
+    assert read_log(scores).model.adapter_rank == 8
     # A layout, context parallelism, layers by twos, gradients in 16 bits.
     names = dict(
         pipeline_model_parallel_layout="Et*4|t*3|t*2|tL", context_parallel_size=2
@@ -460,7 +462,6 @@ def test_folders_of_logs_are_read_with_tables(tmp_path):
     "count, changed, word",
     [
         (3, {}, "iterations"),
-        (4, {"multi_latent_attention": True}, "latent"),
         (4, {"num_layers": 3}, "layers"),
     ],
 )

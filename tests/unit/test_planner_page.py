@@ -11,9 +11,10 @@ from bench import planner_published, tables
 from megatron_2bw.tools.planner.cost.memory import GIB
 from megatron_2bw.tools.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.tools.planner.descriptions import cluster, model
-from megatron_2bw.tools.planner.find.advice import DELAY, SPARE, TIE, ranked
+from megatron_2bw.tools.planner.find.advice import DELAY, TIE, ranked
 from megatron_2bw.tools.planner.find.search import Search
 from megatron_2bw.tools.planner.find.space import Space
+from megatron_2bw.tools.planner.plan_command import SPARE
 from megatron_2bw.tools.planner.tell.explain import three
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -60,8 +61,8 @@ def test_the_example_is_the_plan_of_today():
         model.preset("gpt-2.2b"),
         cluster.preset("p3.16xlarge", 8).part(*map(int, part.groups())),
         "fp16",
-        spare=SPARE,
         torch_adam=True,
+        spare=SPARE,
     )
     line = next(
         line.strip() for line in PAGE.splitlines() if line.startswith("    Best: ")

@@ -182,6 +182,10 @@ def with_late(cost: Cost, space: Space, plan: Plan) -> Iterator[Plan]:
     for late in range(1, plan.microbatches + 1):
         if percent_of(tokens, late / plan.microbatches) <= space.max_gap:
             yield replace(plan, late=late, corrected=True)
+    predicted = replace(plan, corrected=True)
+    if predicted.correction == "predict":
+        if percent_of(tokens, 1.0, "predict") <= space.max_gap:
+            yield predicted
 
 
 def leaner(cost: Cost, space: Space, plan: Plan) -> Plan:
@@ -289,9 +293,11 @@ def sample_seconds(cost: Cost, plan: Plan) -> float:
 
 
 def key(plan: Plan) -> tuple:
-    return plan.tensor, plan.context, plan.depth, plan.width, plan.schedule
+    schedule = plan.schedule.replace("pipedream-flush", "megatron")
+    return plan.tensor, plan.context, plan.depth, plan.width, schedule
 
 
+EVERY = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
 EXPERTS = dict(experts=8, expert_ffn=64, dense=1, bias=False)
 SPACES = {
     "gpt-355m that hardly fits": (
@@ -305,7 +311,7 @@ SPACES = {
     ),
     "6 layers, 2 servers": (
         Cost(tiny(6), slow(2), "bf16"),
-        Space(16, recompute=("none", "selective")),
+        Space(16, EVERY, recompute=("none", "selective")),
     ),
     "12 layers, 6 servers, inputs that hardly fit": (
         Cost(tiny(12, sequence=512), slow(6, 1, memory_gib=0.15), "bf16"),
@@ -313,7 +319,7 @@ SPACES = {
     ),
     "4 layers, 2 servers of 3, an odd batch": (
         Cost(tiny(4), slow(2, 3), "bf16"),
-        Space(17),
+        Space(17, EVERY),
     ),
     "12 layers, 6 servers, batch and memory that allow few ahead": (
         Cost(tiny(12, hidden=512, sequence=256), slow(6, 1, memory_gib=0.4), "bf16"),

@@ -12,8 +12,7 @@ from megatron_2bw.tools.planner.measure import runs as measured
 
 def run_calibrate(words: list[str], prog: str) -> int:
     options = _calibrate_parser(prog).parse_args(words)
-    # the fit is of estimates, not of measured times
-    cluster = replace(named_cluster(options.cluster), profile=None)
+    cluster = named_cluster(options.cluster)
     runs = measured.read(options.runs)
     chosen = _chosen_rows(options, len(runs))
     fitted_to = [runs[index] for index in chosen]

@@ -6,10 +6,10 @@ plan is legal and fits.
 
 import argparse
 import itertools
+import math
 import os
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
@@ -31,9 +31,8 @@ from megatron_2bw.tools.planner.descriptions import inputs
 from megatron_2bw.tools.planner.descriptions.cluster import PRESETS as CLUSTERS
 from megatron_2bw.tools.planner.descriptions.cluster import network
 from megatron_2bw.tools.planner.find import advice
-from megatron_2bw.tools.planner.find.search import Search
+from megatron_2bw.tools.planner.find.search import Search, on_fewer
 from megatron_2bw.tools.planner.find.space import MEMORY, PLANNED, RECOMPUTES, Space
-from megatron_2bw.tools.planner.measure import blocks
 from megatron_2bw.tools.planner.tell import (
     explain,
     jobs,
@@ -43,6 +42,11 @@ from megatron_2bw.tools.planner.tell import (
     training,
 )
 
+# The share of the memory for errors of the estimate, which was wrong by 1.7 % at most
+# on SimuMax's runs on B200 (bench/planner_accuracy.py).
+SPARE = 0.02
+# of the time per sample: what a plan on fewer GPUs must save to be taken
+MIN_FEWER_GAIN = 0.01
 # readers of flags' values, beside those of all commands
 _TYPES = command_line.TYPES | {
     "network": network,
@@ -57,7 +61,6 @@ def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw plan") -> 
     words = list(sys.argv[1:] if argv is None else argv)
     commands = {
         "plan": run_plan,
-        "profile": run_profile,
         "calibrate": run_calibrate,
     }
     name = words.pop(0) if words and words[0] in commands else "plan"
@@ -111,17 +114,11 @@ def _cost(options: argparse.Namespace) -> Cost:
     model = inputs.model_of(options)
     cluster = inputs.cluster_of(options)
     device = cluster.device
-    profile = cluster.profile
     on_cpu = device.name == "cpu"
     precision = options.precision
-    if not precision and profile:
-        precision = profile.precision
-    elif not precision:
+    if not precision:
         precision = "bf16" if device.bf16 else "fp16"
         precision = "fp32" if on_cpu else precision
-    fault = profile.fits(model, precision) if profile else None
-    if fault:
-        raise UserError(f"--profile: {fault}; measure this model")
     flash = None if options.attention is None else options.attention == "flash"
     if flash and (precision == "fp32" or not device.flash):
         raise UserError(
@@ -132,26 +129,43 @@ def _cost(options: argparse.Namespace) -> Cost:
         raise UserError(
             f"--memory-margin {margin:g}: give a share, from 0 to less than 1"
         )
-    spare = advice.SPARE if margin is None else 0.0
     flash = False if on_cpu else flash
-    cost = Cost(model, cluster, precision, flash, margin, spare=spare)
-    if options.adam or not (profile or cost.flash):
+    spare = SPARE if margin is None else 0.0
+    cost = Cost(
+        model=model,
+        cluster=cluster,
+        precision=precision,
+        flash=flash,
+        margin=margin,
+        spare=spare,
+    )
+    if options.adam or not cost.flash:
         torch_adam = not on_cpu and options.adam != "fused"
         return replace(cost, torch_adam=torch_adam)
     return cost
 
 
 def planned(options: argparse.Namespace) -> explain.Result | None:
-    """The plans of the cluster, or of a part of it that is faster."""
+    """The plans of the cluster, or of a part of it that is faster. If no plan fits,
+    print the reason and return None."""
     cost, space = prepare(options)
     result = _searched(cost, space, options)
-    if result and result.fewer:
-        part = result.fewer
+    limit = math.inf
+    if result:
+        space = result.space
+        fastest = max(estimate.throughput for estimate in result.estimates)
+        limit = (1 - MIN_FEWER_GAIN) / fastest
+    fewer = on_fewer(cost, space, limit)
+    if fewer:
+        part = fewer[0].cluster
         gpus = cost.cluster.gpus
         idle = f"{gpus - part.gpus} of {gpus} GPUs stay idle"
-        flags = explain.part_flags(part)
-        _note(f"{idle}: {part.gpus} are faster ({flags})")
-        result = _searched(replace(cost, cluster=part), space, options)
+        flags = f"--servers {part.servers} --gpus-per-server {part.gpus_per_server}"
+        reason = "are faster" if result else "have a plan"
+        _note(f"{idle}: {part.gpus} {reason} ({flags})")
+        return _searched(replace(cost, cluster=part), space, options)
+    if result is None:
+        print(no_plan.nothing_fits(cost, space))
     return result
 
 
@@ -162,45 +176,23 @@ def _note(text: str) -> None:
 def _searched(
     cost: Cost, space: Space, options: argparse.Namespace
 ) -> explain.Result | None:
-    """Search, and estimate the fastest plans. If no plan fits, print the reason and
-    return None."""
-    begun = time.monotonic()
-    where = explain.gpus(cost)
-    _note(f"searching the plans of {cost.model.name} on {where} ...")
-    spaces = [space]
-    if options.context is None and cost.flash:
-        spaces.append(replace(space, context=None))
-    spares = dict.fromkeys((cost.spare, 0.0))
-    ways = itertools.product(spaces, spares)
-    searches = []
-    for way, spare in (*ways, (space, -advice.TIGHT)):
-        search = Search(replace(cost, spare=spare), way)
-        searches.append(search)
-        plans, ties = advice.ranked(search, options.top)
+    """Search, and estimate the fastest plans. None if no plan fits."""
+    _note(f"searching the plans of {cost.model.name} on {explain.gpus(cost)} ...")
+    plans, ties = advice.ranked(Search(cost, space), options.top)
+    if not plans and options.context is None and cost.flash:
+        space = replace(space, context=None)
+        plans, ties = advice.ranked(Search(cost, space), options.top)
         if plans:
-            break
-    else:
-        print(no_plan.nothing_fits(cost, space, searches[0]))
+            _note(
+                "nothing fits without context parallelism: planned is --context-parallel-size too"
+            )
+    if not plans:
         return None
-    if search.space.context is None:
-        _note(
-            "nothing fits without context parallelism: planned is --context-parallel-size too"
-        )
-    if search.cost.spare < 0:
-        limit = f"at most {100 * advice.TIGHT:g} % above the memory"
-        _note(f"no plan fits by the estimate; these are {limit}")
-    elif search.cost.spare < cost.spare:
-        spare = f"{100 * cost.spare:g} % of the memory free"
-        _note(f"no plan leaves {spare}: they may run out")
-    seconds = time.monotonic() - begun
-    estimates = [search.cost.estimate(plan) for plan in plans]
     return explain.Result(
-        search.cost,
-        search.space,
-        estimates,
-        search,
-        seconds,
-        ties,
+        cost=cost,
+        space=space,
+        estimates=[*map(cost.estimate, plans)],
+        ties=ties,
     )
 
 
@@ -252,15 +244,6 @@ def _cloud(result: explain.Result) -> list[Estimate]:
         for _, plan in itertools.islice(search, 20):
             estimates.append(result.cost.estimate(plan))
     return estimates
-
-
-def run_profile(words: list[str], prog: str) -> int:
-    options = blocks.profile_parser(prog).parse_args(words)
-    if options.num_experts or options.multi_latent_attention:
-        raise UserError(
-            "--num-experts, --multi-latent-attention: only dense layers with plain attention are measured"
-        )
-    return blocks.measure_blocks(options, inputs.model_of(options))
 
 
 if __name__ == "__main__":

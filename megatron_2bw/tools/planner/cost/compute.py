@@ -9,7 +9,7 @@ share of the bandwidth that the other kernels reach.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_2bw.tools.planner.cost.communication import (
     Layout,
@@ -60,7 +60,6 @@ class Compute:
         self.cluster = cluster
         self.flash = flash
         self.memory = Memory(model, precision, flash)
-        self.profile = cluster.profile
         device = cluster.device
         peak = device.tflops_fp32 if precision == "fp32" else device.tflops
         self.peak = (peak or device.tflops) * 1e12
@@ -76,14 +75,9 @@ class Compute:
         """One layer of the plan's microbatch, with tensor-parallel collectives and
         recompute."""
         forward, backward = self._kernels(plan)
-        # A block that was measured contains the host's time. Its split over
-        # tensor-parallel ranks has launches of its own.
-        measured = self.profile is not None and plan.tensor == 1
-        launch = 0.0
-        if not measured:
-            launches = ADAPTED * bool(self.model.adapter_rank)
-            launches += ROUTED * bool(self.model.experts)
-            launch = self.launch * (1 + launches)
+        launches = ADAPTED * bool(self.model.adapter_rank)
+        launches += ROUTED * bool(self.model.experts)
+        launch = self.launch * (1 + launches)
         pair = self._tensor_messages(plan)
         if plan.tensor > 1:
             collectives = 4 if plan.sequence_parallel else 2
@@ -158,11 +152,6 @@ class Compute:
         """(forward, backward) of one layer's kernels."""
         tensor = plan.tensor
         adapters = self.model.adapter_rank
-        if self.profile:
-            forward, backward = self.profile.layer(plan.samples)
-            if adapters:  # the gradients of the inputs alone
-                backward = forward
-            return forward / tensor, backward / tensor
         traffic = TRAFFIC * self.memory.activations(plan) / self.bytes
         traffic += KERNELS * self.cluster.device.kernel_us * 1e-6
         attention = self._attention(plan)
@@ -211,20 +200,13 @@ class Compute:
     def embedding(self, plan: Plan) -> MicrobatchTime:
         """Look-up, positions and dropout: only memory traffic."""
         traffic = 4 * self.memory.hidden_states(plan) / self.bytes
-        forward = max(traffic, 0 if self.profile else self.launch / 4)
+        forward = max(traffic, self.launch / 4)
         return MicrobatchTime(forward, 2 * forward)
 
     def output(self, plan: Plan) -> MicrobatchTime:
         """Final norm, output layer and loss."""
         vocab = self.model.padded_vocab(plan.tensor)
         adapters = self.model.adapter_rank
-        if self.profile:
-            there = replace(self.model, vocab=self.profile.vocab)
-            share = vocab / there.padded_vocab(1) / plan.tensor
-            forward, backward = self.profile.output_layer(plan.samples)
-            if adapters:
-                backward = forward
-            return MicrobatchTime(forward * share, backward * share)
         logits = plan.samples * self.model.sequence * vocab / plan.tensor
         seconds = self.model.output_flops(plan.samples, plan.tensor) / self.flops
         traffic = LOGIT_TRAFFIC * logits / self.bytes
@@ -236,12 +218,8 @@ class Compute:
     def update(self, parameters: float, owned: float) -> float:
         """The optimizer's step on one GPU: it reads and writes gradients, two moments
         and main weights of what it owns (Memory.owned)."""
-        if self.profile:
-            seconds = owned * self.profile.optimizer_seconds_per_parameter
-        else:
-            traffic = owned * UPDATE_TRAFFIC + parameters * 6
-            seconds = traffic / self.bytes
-        return seconds + self.cluster.device.step_us * 1e-6
+        traffic = owned * UPDATE_TRAFFIC + parameters * 6
+        return traffic / self.bytes + self.cluster.device.step_us * 1e-6
 
     def prediction(self, owned: float) -> float:
         """The prediction of the next weights of what a GPU owns."""

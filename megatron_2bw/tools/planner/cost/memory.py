@@ -141,13 +141,9 @@ class StageMemory:
     buffers: float
 
     @property
-    def certain(self) -> float:
-        """Exact: the rest depends on kernels, on time and on the allocator."""
-        return self.weights + self.gradients + self.optimizer
-
-    @property
     def total(self) -> float:
-        return self.certain + self.activations + self.logits + self.buffers
+        state = self.weights + self.gradients + self.optimizer
+        return state + self.activations + self.logits + self.buffers
 
 
 @dataclass(eq=False)

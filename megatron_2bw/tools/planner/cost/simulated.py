@@ -95,11 +95,6 @@ class Estimate:
         """Bytes of the heaviest stage."""
         return max(stage.total for stage in self.memory)
 
-    @property
-    def headroom(self) -> float:
-        """Bytes that the memory margin allows and the heaviest stage does not use."""
-        return self.capacity - self.heaviest
-
 
 @dataclass(frozen=True)
 class _Step:
@@ -130,11 +125,9 @@ class Cost:
                     each tensor rank sends its part also without sequence parallelism
                     (arXiv 2104.04473, section 4.1), and interleaved stages wait for a
                     message as others do
-    spare           share of the memory that a plan must leave free beyond the margin;
-                    if negative, that its estimate may be too large by: what is certain
-                    must fit
-    torch_adam      Adam is torch's, not a fused one; None: as in the cluster's profile,
-                    if it has one
+    torch_adam      Adam is torch's, not a fused one
+    spare           share of the memory that also stays free, since the memory of plans
+                    is an estimate
     """
 
     model: Model
@@ -143,24 +136,29 @@ class Cost:
     flash: bool | None = None
     margin: float | None = None
     old_exchange: bool = False
+    torch_adam: bool = False
     spare: float = 0.0
-    torch_adam: bool | None = None
 
     def __post_init__(self) -> None:
         device = self.cluster.device
-        profile = self.cluster.profile
         on_gpus = device.name != "cpu"
         if self.flash is None:
             self.flash = device.flash and self.precision != "fp32"
-        if self.torch_adam is None:
-            measured = profile is not None and "torch's Adam" in profile.optimizer
-            self.torch_adam = on_gpus and measured
         self.channels = self.cluster.inside.channels
         self._seconds = {}
-        self.compute = Compute(self.model, self.cluster, self.precision, self.flash)
+        self.compute = Compute(
+            model=self.model,
+            cluster=self.cluster,
+            precision=self.precision,
+            flash=self.flash,
+        )
         engine = on_gpus and device.capability >= ENGINE_FROM
         self.memory = Memory(
-            self.model, self.precision, self.flash, self.torch_adam, engine
+            model=self.model,
+            precision=self.precision,
+            flash=self.flash,
+            torch_adam=self.torch_adam,
+            engine=engine,
         )
         whole = device.memory_gib * GIB
         share = self.margin or 0.0
@@ -169,20 +167,15 @@ class Cost:
         if self.margin is None:
             self._fixed = CONTEXT if on_gpus else 0.0
             self._share = 1 / (1 + FRAGMENTS)
-        self.capacity = (whole - self._fixed) * self._share
-        self.spare_bytes = self.spare * whole
+        usable = (whole - self._fixed) * self._share
+        self.capacity = usable - self.spare * whole
         self.share_left_free = 1 - self.capacity / whole
         self._nccl_free = whole * share if on_gpus else math.inf
 
     def fits(self, plan: Plan) -> bool:
         if plan.memory == "host" and not self.host_holds(plan):
             return False
-        room = self.allowed(plan)
-        if self.memory.heaviest(plan) + self.spare_bytes > room:
-            return False
-        if self.spare >= 0:
-            return True
-        return max(stage.certain for stage in self.memory.stages(plan)) <= room
+        return self.memory.heaviest(plan) <= self.allowed(plan)
 
     def host_holds(self, plan: Plan) -> bool:
         """Whether the host has memory for the plan's optimizer."""
@@ -212,9 +205,9 @@ class Cost:
 
     def gpu_bytes(self, plan: Plan) -> float:
         """Memory of the smallest GPU on which the plan fits."""
-        needed = self.memory.heaviest(plan) + self.spare_bytes
-        taken = needed + self.capacity - self.allowed(plan)
-        return taken / self._share + self._fixed
+        taken = self.memory.heaviest(plan) + self.capacity - self.allowed(plan)
+        taken += self._fixed * self._share
+        return taken / (self._share - self.spare)
 
     def seconds(self, plan: Plan) -> float:
         """Simulated seconds of an iteration in the steady state."""
@@ -258,11 +251,11 @@ class Cost:
         )
         stages = tuple(self.memory.stages(plan))
         return Estimate(
-            plan,
-            seconds,
-            split,
-            stages,
-            self.allowed(plan),
+            plan=plan,
+            seconds=seconds,
+            split=split,
+            memory=stages,
+            capacity=self.allowed(plan),
         )
 
     @by_fields(STAGES)
@@ -455,7 +448,12 @@ class Cost:
         if sharded:
             gather = max(self._over_replicas(plan, scatter_or_gather, size.weight))
         reduce = self._over_replicas(plan, collective, size.gradient)
-        return _Step(reduce, ends, update, gather)
+        return _Step(
+            reduce=reduce,
+            ends=ends,
+            update=update,
+            gather=gather,
+        )
 
     def _over_replicas(
         self, plan: Plan, collective: Callable, size: int

@@ -1,2 +1,2 @@
-"""Descriptions of a model, a cluster, a profile and a plan: the ground floor, which
+"""Descriptions of a model, a cluster and a plan: the ground floor, which
 other rooms import."""

@@ -10,12 +10,9 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from operator import attrgetter
+from dataclasses import dataclass, replace
 
 from megatron_2bw.base.errors import UserError, did_you_mean
-from megatron_2bw.tools.planner.descriptions.profile import Profile
 from megatron_2bw.tools.planner.descriptions.reading import (
     Amount,
     Count,
@@ -83,17 +80,7 @@ class Link(Described):
         return 12 if self.gb_s < 200 else 24
 
     def __str__(self) -> str:
-        rates = {
-            "2 GPUs": self.pair_gb_s,
-            "4 GPUs": self.four_gb_s,
-            "a message": self.message_gb_s,
-        }
-        given = []
-        for name, rate in rates.items():
-            if rate:
-                given.append(f"{name} {rate:.4g}")
-        others = f" ({', '.join(given)})" if given else ""
-        return f"{self.gb_s:.4g} GB/s{others}, {self.latency_us:.4g} us"
+        return f"{self.gb_s:.4g} GB/s, {self.latency_us:.4g} us"
 
 
 @dataclass(frozen=True)
@@ -154,8 +141,6 @@ class Cluster:
     device: Device
     inside: Link
     between: Link
-    # measured times of blocks
-    profile: Profile | None = field(default=None, compare=False)
 
     def part(self, servers: int, gpus_per_server: int) -> Cluster:
         """The first `servers` servers, with so many GPUs each."""
@@ -166,37 +151,25 @@ class Cluster:
         return self.servers * self.gpus_per_server
 
 
-_HIGHER_IS_WEAKER = (
-    "layer_launch_us",
-    "collective_launch_us",
-    "exchange_us",
-    "step_us",
-    "error",
-)
-
-
-def weakest(devices: Sequence[Device]) -> Device:
-    """The slowest of the devices, with the lowest of each figure."""
-    figures = {}
-    for entry in fields(Device):
-        if entry.type != "str":
-            worst = max if entry.name in _HIGHER_IS_WEAKER else min
-            values = map(attrgetter(entry.name), devices)
-            figures[entry.name] = worst(values)
-    slowest = min(devices, key=attrgetter("tflops"))
-    return replace(slowest, **figures)
-
-
 _DATA = presets("clusters.toml")
-GPUS = {name: Device(name, **entry) for name, entry in _DATA["gpus"].items()}
-LINKS = {name: Link(**entry) for name, entry in _DATA["links"].items()}
+GPUS = {}
+for _name, _entry in _DATA["gpus"].items():
+    GPUS[_name] = Device(_name, **_entry)
+LINKS = {}
+for _name, _entry in _DATA["links"].items():
+    LINKS[_name] = Link(**_entry)
 
 
-def _preset(name: str, gpus: int, gpu: str, inside: str, between: str) -> Cluster:
-    return Cluster(name, 1, gpus, GPUS[gpu], LINKS[inside], LINKS[between])
-
-
-PRESETS = {name: _preset(name, **entry) for name, entry in _DATA["clusters"].items()}
+PRESETS = {}
+for _name, _entry in _DATA["clusters"].items():
+    PRESETS[_name] = Cluster(
+        name=_name,
+        servers=1,
+        gpus_per_server=_entry["gpus"],
+        device=GPUS[_entry["gpu"]],
+        inside=LINKS[_entry["inside"]],
+        between=LINKS[_entry["between"]],
+    )
 
 # Gbit/s of a card
 INFINIBAND = {"ib-fdr": 56, "ib-edr": 100, "ib-hdr": 200, "ib-ndr": 400}

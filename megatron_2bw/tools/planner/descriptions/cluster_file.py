@@ -1,7 +1,6 @@
 """Reads and writes the YAML file of a cluster; docs/planner.md shows one."""
 
 import os
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,34 +14,22 @@ from megatron_2bw.tools.planner.descriptions.cluster import (
     Device,
     Link,
     preset,
-    weakest,
 )
-from megatron_2bw.tools.planner.descriptions.profile import Profile
 from megatron_2bw.tools.planner.descriptions.reading import Count, Described, described
 
-CPU_ERROR = 0.45  # ranks share cores and caches, which a profile does not show
-
-
-@dataclass(frozen=True)
-class _Group(Described):
-    """Equal servers. gpu: a name of GPUS, or entries of a Device."""
-
-    servers: Count
-    gpu: str | dict[str, Any]
+CPU_ERROR = 0.45  # ranks share cores and caches
 
 
 @dataclass(frozen=True)
 class _File(Described):
-    """`servers` and `gpu`, or `groups`. profile: relative to the YAML file."""
+    """gpu: a name of GPUS, or entries of a Device."""
 
     gpus_per_server: Count
+    gpu: str | dict[str, Any]
     inside: Link
     between: Link
     name: str = ""
     servers: Count = 1
-    gpu: str | dict[str, Any] = ""
-    groups: tuple[_Group, ...] = ()
-    profile: Path | None = None
 
 
 def named_cluster(name: str) -> Cluster:
@@ -55,35 +42,16 @@ def named_cluster(name: str) -> Cluster:
 
 
 def from_yaml(path: Path) -> Cluster:
-    """The cluster of a YAML file, with its profile. UserError names the file and the
-    wrong entry.
-
-    Groups of different GPUs become a cluster of the `weakest` one.
-    """
+    """The cluster of a YAML file. UserError names the file and the wrong entry."""
     where = f"--cluster {path}"
     file = described(_File, read_yaml(path, "--cluster"), where)
-    if bool(file.groups) == bool(file.gpu):
-        raise UserError(f"{where}: give either gpu and servers, or groups")
-    groups = file.groups or (_Group(file.servers, file.gpu),)
-    devices = []
-    servers = 0
-    for group in groups:
-        devices.append(_device(group.gpu, f"{where}: gpu"))
-        servers += group.servers
-    device = weakest(devices)
-    if devices != [device] * len(devices):
-        print(
-            f"groups of different GPUs: planned as if all were the slowest, {device.name}",
-            file=sys.stderr,
-        )
     return Cluster(
         file.name or str(path),
-        servers,
+        file.servers,
         file.gpus_per_server,
-        device,
+        _device(file.gpu, f"{where}: gpu"),
         file.inside,
         file.between,
-        Profile.load(path.parent / file.profile) if file.profile else None,
     )
 
 
@@ -108,8 +76,7 @@ def _device(gpu: str | dict[str, Any], where: str) -> Device:
 
 
 def to_yaml(cluster: Cluster, path: Path) -> None:
-    """Write a file from which `from_yaml` reads the same cluster, without its
-    profile."""
+    """Write a file from which `from_yaml` reads the same cluster."""
     import yaml
 
     whole = asdict(cluster)

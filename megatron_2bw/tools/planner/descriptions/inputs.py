@@ -16,7 +16,6 @@ from megatron_2bw.tools.planner.descriptions.hugging_face_config import (
     from_hugging_face,
 )
 from megatron_2bw.tools.planner.descriptions.model import Model, flag
-from megatron_2bw.tools.planner.descriptions.profile import Profile
 from megatron_2bw.tools.planner.descriptions.reading import data_file
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
@@ -142,7 +141,7 @@ def _named_model(name: str, sequence: int | None) -> Model:
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:
-    """The cluster that the flags describe, with its profile."""
+    """The cluster that the flags describe."""
     cluster = named_cluster(options.cluster)
     per_server = options.gpus_per_server or cluster.gpus_per_server
     servers = options.servers or cluster.servers
@@ -151,11 +150,9 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
             f"--gpus-per-server {per_server}: the servers of {cluster.name} have "
             f"{cluster.gpus_per_server}"
         )
-    profile = Profile.load(options.profile) if options.profile else cluster.profile
     return replace(
         cluster,
         servers=servers,
         gpus_per_server=per_server,
-        profile=profile,
         between=options.link or cluster.between,
     )

@@ -327,7 +327,9 @@ _SIZES = {
     "groups": "num_query_groups",
     "head_size": "kv_channels",
 }
-FLAGS = {field: flag(argument) for field, argument in _SIZES.items()}
+FLAGS = {}
+for _field, _argument in _SIZES.items():
+    FLAGS[_field] = flag(_argument)
 ARGUMENTS = _SIZES | {
     "gated": "swiglu",
     "bias": "add_bias_linear",
@@ -349,7 +351,9 @@ SWITCHES = {
 
 _DATA = presets("models.toml")
 LLAMA_LAYER = _DATA["shared"]["llama_layer"]
-PRESETS = {name: Model(name, **entry) for name, entry in _DATA["models"].items()}
+PRESETS = {}
+for _name, _entry in _DATA["models"].items():
+    PRESETS[_name] = Model(_name, **_entry)
 
 
 def preset(name: str, sequence: int | None = None) -> Model:

@@ -1,5 +1,5 @@
-"""The typed reading of the files that describe a model, a cluster or a profile: a
-mapping becomes a dataclass."""
+"""The typed reading of the files that describe a model or a cluster: a mapping becomes
+a dataclass."""
 
 import tomllib
 from importlib.resources import files

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from megatron_2bw.tools.planner.descriptions.plan import Plan
 from megatron_2bw.tools.planner.find.search import Search
-from megatron_2bw.tools.planner.find.space import LATE
 
 # Two plans whose times differ by less are a tie: the ratios of zero-bubble's schedules
 # have errors up to 4.0 % (bench/planner_accuracy.py). A cluster with a smaller error of
@@ -20,14 +19,6 @@ TIE = 0.05
 # --two-bw-correction auto: a choice. With a part of the batch late no cost was measured
 # up to 8,192 tokens a batch, with all late more (docs/convergence.md).
 DELAY = 0.02
-# The share of a GPU's memory that plans leave free beyond the margin, if any plan does:
-# the estimated memory of SimuMax's runs on B200 is wrong by 1.7 % at most
-# (bench/planner_accuracy.py).
-SPARE = 0.02
-# A plan whose certain bytes fit is tight if its estimate is at most this share of a
-# GPU's memory too large: an 8B of NeMo's tuner ran on 80 GB, and the estimate was 86.5
-# GiB.
-TIGHT = 0.1
 
 
 def tie(error: float) -> float:
@@ -42,7 +33,7 @@ def ranked(search: Search, count: int) -> tuple[list[Plan], int]:
         return [], 0
     within = 1 + tie(search.cost.cluster.device.error)
     seconds, plan = fastest[0]
-    exact = tuple(name for name in search.space.schedules if name not in LATE)
+    exact = search.space.exact
     if exact and not _exact(plan):
         space = replace(search.space, schedules=exact)
         limit = seconds * (1 + DELAY) * within

@@ -15,7 +15,11 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 
 
 def violations(
-    plan: Plan, model: Model, gpus: int, precision: str = "bf16", bf16: bool = True
+    plan: Plan,
+    model: Model,
+    gpus: int,
+    precision: str = "bf16",
+    bf16: bool = True,
 ) -> Iterator[str]:
     """The causes for which `plan` is illegal; none if it is legal. bf16: whether the
     GPUs have it. The rules that a search breaks most often come first."""

@@ -9,7 +9,6 @@ tightens in steps: shape, stages, schedule, plan, simulation.
 import heapq
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -27,18 +26,20 @@ from megatron_2bw.tools.planner.find.space import LATE, Space
 class Search:
     """An iterable of (seconds per sample, plan), fastest first.
 
-    rejected   cause -> number of shapes (tensor, context, depth, microbatch) and plans
-               that it forbids
+    causes     why shapes (tensor, context, depth, microbatch) and plans are illegal
     too_large  the plans that do not fit and whose bound is below the last plan yielded,
                lowest bound first
-    examined   number of simulated plans
     distinct   whether to yield only the fastest plan of each (tensor, context, depth,
-               width, schedule)
+               width, schedule), where Megatron's schedule and pipedream-flush are one
     limit      seconds per sample; only faster plans are yielded
     """
 
     def __init__(
-        self, cost: Cost, space: Space, distinct: bool = True, limit: float = math.inf
+        self,
+        cost: Cost,
+        space: Space,
+        distinct: bool = True,
+        limit: float = math.inf,
     ):
         self.cost = cost
         self.space = space
@@ -50,9 +51,8 @@ class Search:
         # plans with equal bounds leave the queue in the order of enumeration
         self._number = itertools.count()
         self._queue = []
-        self.rejected = Counter()
+        self.causes = set()
         self.too_large = []
-        self.examined = 0
 
     def __iter__(self) -> Iterator[tuple[float, Plan]]:
         """Search, once."""
@@ -121,7 +121,6 @@ class Search:
             if fits(plan.changed(recompute_layers=1)):
                 return  # that takes as long
         if fits(plan):
-            self.examined += 1
             seconds = self.cost.seconds(plan) / plan.global_batch
             self._put(seconds, "exact", plan)
             return
@@ -250,9 +249,9 @@ class Search:
                 yield plan.changed(recompute="full", recompute_layers=self.model.layers)
 
     def _legal(self, plan: Plan) -> bool:
-        """Whether the plan is legal. Counts the plans that are not."""
+        """Whether the plan is legal. Keeps the cause if it is not."""
         for cause in violations(plan, self.model, *self._host):
-            self.rejected[cause] += 1
+            self.causes.add(cause)
             return False
         return True
 
@@ -344,7 +343,7 @@ class Search:
             if percent_of(tokens, 1.0, "predict") <= most:
                 plans.append(predicted)
         if not plans:
-            self.rejected["--max-gap allows no late microbatch"] += 1
+            self.causes.add("--max-gap allows no late microbatch")
         return plans
 
     def _interleaved(self, plan: Plan) -> Iterator[Plan]:
@@ -376,7 +375,10 @@ class Search:
 
 
 def _key(plan: Plan) -> tuple[int, int, int, int, str]:
-    return plan.tensor, plan.context, plan.depth, plan.width, plan.schedule
+    schedule = plan.schedule
+    if schedule == "pipedream-flush":
+        schedule = "megatron"
+    return plan.tensor, plan.context, plan.depth, plan.width, schedule
 
 
 def _ends(layers: int, longest: int) -> Iterator[tuple[int, int]]:

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from megatron_2bw.tools.planner.descriptions.plan import RECOMPUTE
 
-# Without pipedream: its delays differ by stage, so the user must ask for it.
-PLANNED = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
+# The user must ask for the others: gpipe and no-pipelining have larger bubbles, and
+# pipedream's delays differ by stage.
+PLANNED = ("2bw", "pipedream-flush", "megatron")
 RECOMPUTES = (*RECOMPUTE, "stage")
 MEMORY = ("two-slots", "one-slot", "shard", "host")
 LATE = ("2bw", "pipedream")  # schedules whose gradients are late
@@ -52,3 +53,8 @@ class Space:
     context: tuple[int, ...] | None = (1,)
     expert: tuple[int, ...] | None = None
     grad_reduce_in_bf16: bool = False
+
+    @property
+    def exact(self) -> tuple[str, ...]:
+        """The schedules whose gradients are not late."""
+        return tuple(name for name in self.schedules if name not in LATE)

@@ -1,1 +1,1 @@
-"""Measurements: profiles, calibration, real runs of plans."""
+"""Measurements: calibration, real runs of plans."""

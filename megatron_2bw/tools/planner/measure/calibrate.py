@@ -45,7 +45,10 @@ def predict(cluster: Cluster, runs: Sequence[MeasuredRun]) -> list[float]:
         key = (run.model, servers, run.precision, run.flash)
         if key not in costs:
             costs[key] = Cost(
-                run.model, replace(cluster, servers=servers), run.precision, run.flash
+                model=run.model,
+                cluster=replace(cluster, servers=servers),
+                precision=run.precision,
+                flash=run.flash,
             )
         seconds.append(costs[key].seconds(run.plan))
     return seconds
@@ -128,7 +131,12 @@ def memory_errors(cluster: Cluster, runs: Sequence[MeasuredRun]) -> list[float]:
     errors = []
     for run in runs:
         if run.memory:
-            memory = Cost(run.model, cluster, run.precision, run.flash).memory
-            predicted = memory.heaviest(run.plan) / GIB
+            cost = Cost(
+                model=run.model,
+                cluster=cluster,
+                precision=run.precision,
+                flash=run.flash,
+            )
+            predicted = cost.memory.heaviest(run.plan) / GIB
             errors.append(predicted / run.memory - 1)
     return errors

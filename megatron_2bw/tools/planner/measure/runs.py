@@ -4,22 +4,23 @@ Invariant: a run has a legal plan and a positive time; UserError names the file,
 line or the argument.
 """
 
+import ast
+import contextlib
 import csv
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from megatron_2bw.base import run_log
-from megatron_2bw.base.errors import UserError, file_errors
+from megatron_2bw.base.errors import Parser, UserError, file_errors
 from megatron_2bw.run.flags.project_flags import late
 from megatron_2bw.run.flags.unsupported import layout_stages
 from megatron_2bw.schedules import SCHEDULE_NAMES, TwoBW
-from megatron_2bw.tools.planner.descriptions import model as models
 from megatron_2bw.tools.planner.descriptions import plan as plans
-from megatron_2bw.tools.planner.descriptions.inputs import dense_layers
+from megatron_2bw.tools.planner.descriptions.inputs import add_model_flags, model_of
 from megatron_2bw.tools.planner.descriptions.model import Model
 from megatron_2bw.tools.planner.descriptions.plan import Plan
 from megatron_2bw.tools.planner.descriptions.reading import (
@@ -34,7 +35,6 @@ from megatron_2bw.tools.planner.find.legality import violations
 COLUMNS = (
     "layers hidden heads sequence tensor depth width microbatch global_batch seconds"
 ).split()
-LAYOUT = "pipeline_model_parallel_layout"
 LOGS = ("*.log", "*.out", "*.txt")
 # of a log: the first includes loading, the second the first, the third the first late
 # step
@@ -128,39 +128,55 @@ def read_runs(path: Path) -> list[MeasuredRun]:
     return runs
 
 
-def _run(row: Mapping[str, Any], where: str) -> MeasuredRun:
+def _run(row: Mapping[str, str], where: str) -> MeasuredRun:
     cells = {"name": "run", "schedule": "megatron", "microbatches": 1}
     for name, cell in row.items():
-        if cell not in (None, ""):
-            kind = PLAN.get(name, "")
-            cells[name] = _typed(str(cell), kind)
-    rest = described(_Row, _chosen(cells, REST), where)
+        if cell:
+            cells[name] = _typed(cell, PLAN.get(name, ""))
     model_cells = _chosen(cells, MODEL)
     plan_cells = _chosen(cells, PLAN)
-    try:
+    rest = described(_Row, _chosen(cells, REST), where)
+    with _errors_of(where):
         model = described(Model, model_cells, where)
         plan = described(Plan, plan_cells, where)
-        plan = _checked(plan, rest)
-        for cause in violations(plan, model, plan.gpus, rest.precision):
-            raise UserError(cause)
+        return _measured(model, plan, rest)
+
+
+@contextlib.contextmanager
+def _errors_of(where: str) -> Iterator[None]:
+    """UserErrors begin with `where`."""
+    try:
+        yield
     except UserError as error:
         cause = str(error).removeprefix(f"{where}: ")
         raise UserError(f"{where}: {cause}") from None
+
+
+def _measured(model: Model, plan: Plan, rest: _Row) -> MeasuredRun:
+    plan = _checked(plan, rest)
+    for cause in violations(plan, model, plan.gpus, rest.precision):
+        raise UserError(cause)
     return MeasuredRun(
-        model, plan, rest.seconds, rest.precision, rest.flash, rest.memory_gib
+        model=model,
+        plan=plan,
+        seconds=rest.seconds,
+        precision=rest.precision,
+        flash=rest.flash,
+        memory=rest.memory_gib,
     )
 
 
-def _chosen(cells: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
-    return {name: cells[name] for name in names if name in cells}
+def _chosen(cells: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    chosen = {}
+    for name in names:
+        if name in cells:
+            chosen[name] = cells[name]
+    return chosen
 
 
 def _checked(plan: Plan, rest: _Row) -> Plan:
     """The plan with the row's global batch and overlap."""
-    plan = plan.changed(
-        microbatches=rest.global_batch // plan.global_batch,
-        gpipe_round=plan.gpipe_round or None,
-    )
+    plan = plan.changed(microbatches=rest.global_batch // plan.global_batch)
     if plan.global_batch != rest.global_batch:
         raise UserError(
             f"global_batch {rest.global_batch} is not a multiple of microbatch × width"
@@ -179,20 +195,13 @@ def _checked(plan: Plan, rest: _Row) -> Plan:
 
 
 def _typed(cell: str, kind: str) -> Any:
-    """A cell; a tuple's is a list of numbers with blanks between them (zeros are
-    none)."""
-    if kind == "tuple[int, ...]":
-        return cell.split() if cell.strip("0 ") else []
-    return int(cell) if kind == "int | None" and cell.isdigit() else cell
+    """A cell; a tuple's is a list of numbers with blanks between them."""
+    return cell.split() if kind == "tuple[int, ...]" else _value(cell)
 
 
 # --- logs
 # --------------------------------------------------------------------------------------
 
-# Megatron's argument by a row's column; a missing one, or None, leaves the column's
-# default.
-ARGUMENTS = models.ARGUMENTS | plans.ARGUMENTS | {"overlap": "overlap_grad_reduce"}
-del ARGUMENTS["groups"]
 _ARGUMENT = re.compile(r"^(?:\[[^\]\n]*\]:? ?)? +(\w+) \.{3,} (.*?) *$", re.MULTILINE)
 
 
@@ -215,14 +224,23 @@ def _texts(log: str, path: Path) -> Iterator[str]:
                 yield _text(place)
 
 
-def _arguments(log: str, path: Path) -> dict[str, str]:
+def _arguments(log: str, path: Path) -> dict[str, Any]:
     """Megatron's arguments by name."""
     for text in _texts(log, path):
         begun = text.rfind("--- arguments ---")
         ended = text.rfind("--- end of arguments ---")
         if 0 <= begun < ended:
-            return dict(_ARGUMENT.findall(text[begun:ended]))
+            found = _ARGUMENT.findall(text[begun:ended])
+            return {name: _value(value) for name, value in found}
     return {}
+
+
+def _value(text: str) -> Any:
+    """A printed value: of Python, or else the text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def read_log(path: Path) -> MeasuredRun:
@@ -238,8 +256,6 @@ def read_log(path: Path) -> MeasuredRun:
         raise UserError(
             f"{path}: no arguments of Megatron: give the run's --save folder, or run with --verbose"
         )
-    if given("multi_latent_attention") == "True":
-        raise UserError(f"{path}: runs with --multi-latent-attention are not read")
     if given("recompute_method") == "block":
         raise UserError(f"{path}: runs with --recompute-method block are not read")
     times = []
@@ -248,43 +264,60 @@ def read_log(path: Path) -> MeasuredRun:
             times.append(line.milliseconds)
     if len(times) <= WARMUP_LINES:
         raise UserError(f"{path}: fewer than {WARMUP_LINES + 1} lines of iterations")
-    row = {}
-    for name, argument in ARGUMENTS.items():
-        if argument in arguments:
-            row[name] = _cell(arguments[argument])
     precision = "fp32"
     for name in ("fp16", "bf16"):
-        if given(name) == "True":
+        if given(name):
             precision = name
-    grouped = given("group_query_attention") == "True"
-    unfused = "unfused" in given("attention_backend", "")
-    dropouts = {given("attention_dropout"), given("hidden_dropout")}
-    row |= {
-        "seconds": statistics.median(times[WARMUP_LINES:]) / 1e3,
-        "kind": "bert" if "sop loss" in log else "gpt",
-        "precision": precision,
-        "groups": given("num_query_groups", 0) if grouped else 0,
-        "dense": dense_layers(given("moe_layer_freq", "1")),
-        "tied": given("untie_embeddings_and_output_weights") != "True",
-        "rms_norm": given("normalization") == "RMSNorm",
-        "rotary": given("position_embedding_type") == "rope",
-        "dropout": dropouts != {"0.0"},
-        "flash": given("transformer_impl") != "local" and not unfused,
-        "corrected": given("two_bw_correction", "none") != "none",
-        "grad_reduce_in_bf16": given("grad_reduce_in_bf16") == "True",
+    unfused = given("attention_backend") == "AttnBackend.unfused"
+    plan = _plan(arguments, str(path))
+    rest = _Row(
+        given("global_batch_size"),
+        statistics.median(times[WARMUP_LINES:]) / 1e3,
+        precision,
+        flash=given("transformer_impl") != "local" and not unfused,
+        overlap=bool(given("overlap_grad_reduce", True)),
+        memory_gib=_memory(log, plan),
+    )
+    with _errors_of(str(path)):
+        return _measured(_model(arguments, "sop loss" in log), plan, rest)
+
+
+def _model(arguments: dict[str, Any], bert: bool) -> Model:
+    parser = Parser()
+    add_model_flags(parser)
+    options = parser.parse_args([])
+    options.bert = bert
+    options.disable_bias_linear = not arguments.get("add_bias_linear", True)
+    for name, value in arguments.items():
+        if name in options and value is not None:
+            setattr(options, name, value)
+    return model_of(options)
+
+
+def _plan(arguments: dict[str, Any], where: str) -> Plan:
+    """The plan, without the number of its microbatches."""
+    entries = {"microbatches": 1}
+    for name, argument in plans.ARGUMENTS.items():
+        value = arguments.get(argument)
+        if name in PLAN and value is not None:
+            entries[name] = value
+    replica = entries["microbatch"] * entries["width"]
+    batch = arguments["global_batch_size"] // replica
+    schedule = TwoBW(late(str(entries.get("late", "all"))))
+    correction = arguments.get("two_bw_correction", "none")
+    entries |= {
+        "late": schedule.late_of(batch),
+        "corrected": correction != "none",
+        "recompute_layers": arguments.get("recompute_num_layers") or 1,
+        "grad_reduce_in_bf16": arguments.get("grad_reduce_in_bf16", False),
     }
-    replica = int(row["microbatch"]) * int(row["width"])
-    schedule = TwoBW(late(given("two_bw_late", "all")))
-    row["late"] = schedule.late_of(int(row["global_batch"]) // replica)
-    row["recompute_layers"] = _cell(given("recompute_num_layers", "")) or 1
-    layout = layout_stages(_cell(given(LAYOUT, "")))
-    # no layout, or one of interleaved stages
-    if len(layout) == int(row["depth"]):
-        counts = [str(stage.count("t")) for stage in layout]
-        row["stages"] = " ".join(counts)
-    plan = _run(row, str(path)).plan
-    row["memory_gib"] = round(_memory(log, plan), 3)
-    return _run(row, str(path))
+    layout = arguments.get("pipeline_model_parallel_layout")
+    if layout:
+        stages = [stage.count("t") for stage in layout_stages(layout)]
+        # else they are interleaved
+        if len(stages) == entries["depth"]:
+            entries["stages"] = stages
+    return described(Plan, entries, where)
 
 
 def _memory(log: str, plan: Plan) -> float:
@@ -294,10 +327,3 @@ def _memory(log: str, plan: Plan) -> float:
     for line in run_log.training(log):
         peaks = line.stage_memory or peaks
     return max(peaks) if len(peaks) == plan.depth else 0.0
-
-
-def _cell(value: str) -> str:
-    """An argument's value as a cell of a CSV file."""
-    if value == "None":
-        return ""
-    return re.sub(r"[\[\](),]+", " ", value).strip()

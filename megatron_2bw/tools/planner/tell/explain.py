@@ -1,32 +1,29 @@
 """The result of a search in words and tables. Pure Python.
 
-Invariant: every number is from an Estimate, and every term is marked MEASURED or
+Invariant: every number is from an Estimate, and every source is marked MEASURED or
 ESTIMATED.
 """
 
-import itertools
 import math
 import textwrap
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
-from operator import itemgetter
+from operator import attrgetter
 
 from megatron_2bw.run.flags.correction_notes import gap, nearest, percent_of
 from megatron_2bw.tools.planner.cost.memory import GIB, StageMemory
 from megatron_2bw.tools.planner.cost.simulated import Cost, Estimate, Split
-from megatron_2bw.tools.planner.descriptions.cluster import Cluster
+from megatron_2bw.tools.planner.descriptions.cluster import Link
 from megatron_2bw.tools.planner.descriptions.plan import Plan
-from megatron_2bw.tools.planner.find.advice import TIGHT, tie
-from megatron_2bw.tools.planner.find.search import Search, on_fewer
+from megatron_2bw.tools.planner.find.advice import tie
+from megatron_2bw.tools.planner.find.search import Search
 from megatron_2bw.tools.planner.find.space import Space
 
 MEASURED = "MEASURED"
 ESTIMATED = "ESTIMATED"
 TERMS = [field.name for field in fields(Split)]
 KINDS = [field.name for field in fields(StageMemory)]
-# of the time per sample: what a plan on fewer GPUs must save to be reported
-MIN_FEWER_GAIN = 0.01
 
 LEGEND = """\
 t, d, w: tensor-parallel size, stages, pipelines. b, m: samples a microbatch, microbatches a batch and pipeline.
@@ -38,9 +35,6 @@ hide messages (--two-bw-extra-warmup).
 Adam's moments are in host memory, where the step runs (--two-bw-memory host).
 gpipe round N: N microbatches at a time, as many as fit, with a bubble after each round (--gpipe-round).
 layers: per stage, or first/middle/last. optim. sharded: --use-distributed-optimizer. TF: 10^12 operations."""
-TIMES_LEGEND = """\
-+-: of measured times nine of ten are within it (calibrate measures it on your runs). certain: weights,
-gradients, optimizer, on the GPU with most. heaviest: and activations and buffers, which are estimates."""
 CAVEAT = """\
 The plans assume that the given global batch is the largest that is safe for convergence: throughput grows with the
 batch, so a larger, unsafe batch would look better here. The gradients of 2bw are late by one update (delay 1): check
@@ -49,82 +43,41 @@ convergence at this batch and learning rate before a long run."""
 
 @dataclass(frozen=True)
 class Result:
-    """The estimates of the fastest plans in the order of advice (the first `ties` of
-    them tie); the search, with what it rejected, and its `seconds`."""
+    """The estimates of the fastest plans in the order of advice; the first `ties` of
+    them tie."""
 
     cost: Cost
     space: Space
     estimates: list[Estimate]
-    search: Search
-    seconds: float
     ties: int = 1
 
     @cached_property
-    def rivals(self) -> list[Estimate]:
-        """The fastest plan of each schedule but the winner's: from the table or by a
+    def fastest(self) -> dict[str, Estimate | None]:
+        """The fastest plan of 2bw, and the fastest exact one: from the table or by a
         further search."""
-        rivals = []
-        for schedule in self.space.schedules:
-            if schedule != self.estimates[0].plan.schedule:
-                best = self._best(schedule)
-                if best is not None:
-                    rivals.append(best)
-        return rivals
-
-    @cached_property
-    def fastest(self) -> dict[str, Estimate]:
-        """The fastest plan of 2bw, and the fastest exact one, where they are."""
         found = {}
-        for estimate in sorted(self.estimates + self.rivals, key=_per_sample):
-            plan = estimate.plan
-            kind = "exact" if plan.pipeline.flushes else plan.schedule
-            found.setdefault(kind, estimate)
+        if "2bw" in self.space.schedules:
+            found["2bw"] = self._best(("2bw",))
+        if self.space.exact:
+            found["exact"] = self._best(self.space.exact)
         return found
 
-    def _best(self, schedule: str) -> Estimate | None:
+    def _best(self, schedules: tuple[str, ...]) -> Estimate | None:
+        listed = []
         for estimate in self.estimates:
-            if estimate.plan.schedule == schedule:
-                return estimate
-        space = replace(self.space, schedules=(schedule,))
+            if estimate.plan.schedule in schedules:
+                listed.append(estimate)
+        if listed:
+            return max(listed, key=attrgetter("throughput"))
+        space = replace(self.space, schedules=schedules)
         for _, plan in Search(self.cost, space):
             return self.cost.estimate(plan)
         return None
 
-    @cached_property
-    def tight(self) -> list[Estimate]:
-        """The fastest plans that do not fit by the estimate, but may, and are faster
-        than the first one."""
-        loose = replace(self.cost, spare=-TIGHT)
-        named = {}
-        fitting = filter(loose.fits, self.search.too_large)
-        for plan in itertools.islice(fitting, 6):
-            named.setdefault(plan.title, plan)
-        limit = _per_sample(self.estimates[0])
-        tight = []
-        for plan in itertools.islice(named.values(), 2):
-            estimate = self.cost.estimate(plan)
-            if _per_sample(estimate) < limit:
-                tight.append(estimate)
-        return tight
-
-    @cached_property
-    def fewer(self) -> Cluster | None:
-        """A part of the cluster whose fastest plan is faster than the first plan on all
-        GPUs."""
-        least = min(map(_per_sample, self.estimates), default=math.inf)
-        part = on_fewer(self.cost, self.space, least * (1 - MIN_FEWER_GAIN))
-        return part and part[0].cluster
-
-
-def _per_sample(estimate: Estimate) -> float:
-    return estimate.seconds / estimate.plan.global_batch
-
 
 def text(result: Result) -> str:
-    """The first plan, and the tables of late microbatches, of the plans, and of its
-    memory."""
-    memory = memory_table(result.estimates[0])
-    parts = [first(result), dial_table(result), table(result), memory]
+    """The first plan, and the tables of late microbatches and of the plans."""
+    parts = [first(result), dial_table(result), table(result)]
     return "\n\n".join(filter(None, parts))
 
 
@@ -183,15 +136,11 @@ def table(result: Result) -> str:
     cost = result.cost
     error = cost.cluster.device.error
     plans = [PLAN_COLUMNS]
-    times = [["#", "iteration", "+-", *TERMS, "certain", "heaviest", "headroom"]]
-    for rank, estimate in enumerate(result.estimates + result.tight, 1):
-        place = str(rank)
-        if rank > len(result.estimates):
-            place = "tight"
-        elif rank <= result.ties > 1:
-            place = "1="
+    times = [["#", "iteration", *TERMS, "heaviest"]]
+    for rank, estimate in enumerate(result.estimates, 1):
+        place = "1=" if rank <= result.ties > 1 else str(rank)
         plans.append([place, *_plan_cells(cost, estimate)])
-        times.append([place, *_time_cells(estimate, error)])
+        times.append([place, *_time_cells(estimate)])
     attention = "flash attention"
     if not cost.flash:
         attention = "attention that keeps its scores"
@@ -209,13 +158,10 @@ def table(result: Result) -> str:
         lines.append(f"{tied} Exact schedules and simpler plans are first.")
     lines += [
         "",
-        f"Where an iteration's time goes, and memory ({_tagged(cost)})",
+        "Where an iteration's time goes, and the memory of the heaviest stage",
         *aligned(times, set()),
-        TIMES_LEGEND,
+        f"Of measured times nine of ten are within {_percent(error)} of the estimate.",
     ]
-    if result.tight:
-        above = f"tight: faster, and at most {_percent(TIGHT)} above the memory"
-        lines.append(f"{above} by the estimate: it may fit, or run out.")
     return "\n".join(lines)
 
 
@@ -245,28 +191,11 @@ def _plan_cells(cost: Cost, estimate: Estimate) -> list[str]:
     ]
 
 
-def _time_cells(estimate: Estimate, error: float) -> list[str]:
-    seconds = estimate.seconds
-    cells = [f"{three(time)} s" for time in (seconds, error * seconds)]
+def _time_cells(estimate: Estimate) -> list[str]:
+    cells = [f"{three(estimate.seconds)} s"]
     for time in astuple(estimate.split):
-        cells.append(_percent(time / seconds, 1))
-    certain = max(stage.certain for stage in estimate.memory)
-    for size in (certain, estimate.heaviest, estimate.headroom):
-        cells.append(gib(size))
-    return cells
-
-
-def _tagged(cost: Cost) -> str:
-    """The terms that are measured, and those that are estimated."""
-    parts = []
-    for tag in (MEASURED, ESTIMATED):
-        names = []
-        for term, (kind, _) in terms(cost).items():
-            if kind == tag:
-                names.append(term)
-        if names:
-            parts.append(f"{tag}: {', '.join(names)}")
-    return "; ".join(parts)
+        cells.append(_percent(time / estimate.seconds, 1))
+    return [*cells, gib(estimate.heaviest)]
 
 
 def _layers(stages: list[int]) -> str:
@@ -275,27 +204,6 @@ def _layers(stages: list[int]) -> str:
     if len({*stages}) == 1:
         return str(first)
     return "/".join(map(str, [first, *middle[:1], last]))
-
-
-def memory_table(estimate: Estimate) -> str:
-    """GiB on the GPUs of every stage, by kind. Successive stages with equal figures
-    share a line."""
-    rows = []
-    for stage in estimate.memory:
-        headroom = estimate.capacity - stage.total
-        sizes = [*astuple(stage), stage.total, headroom]
-        rows.append([f"{size / GIB:.2f}" for size in sizes])
-    lines = [["stage", *KINDS, "total", "headroom"]]
-    first = 0
-    for cells, same in itertools.groupby(rows):
-        last = first + len([*same]) - 1
-        place = str(first) if first == last else f"{first}-{last}"
-        lines.append([place, *cells])
-        first = last + 1
-    title = (
-        f"Memory of a GPU of each stage of {estimate.plan.title}, in GiB ({ESTIMATED})"
-    )
-    return "\n".join([title, *aligned(lines, {0})])
 
 
 def dial_table(result: Result) -> str:
@@ -393,68 +301,32 @@ def gain(result: Result) -> Iterator[str]:
         )
 
 
-def part_flags(cluster: Cluster) -> str:
-    return f"--servers {cluster.servers} --gpus-per-server {cluster.gpus_per_server}"
-
-
 # --- sources of the numbers
 # --------------------------------------------------------------------------------------
 
 
-def terms(cost: Cost) -> dict[str, tuple[str, str]]:
-    """For each term MEASURED or ESTIMATED, and the source. A partly measured term is
-    ESTIMATED."""
+def evidence(cost: Cost) -> str:
+    """The source of each number."""
     cluster = cost.cluster
-    profile = cluster.profile
     device = cluster.device
-    compute = (ESTIMATED, f"{device.name}, {device.calibration}")
-    update = (ESTIMATED, f"{device.name}'s memory bandwidth")
-    if profile is not None:
-        layers = f"profile of a layer and the output layer on {profile.device}"
-        rest = "from it: the embedding, selective recompute, tensor sizes above 1"
-        compute = (MEASURED, f"{layers}; {ESTIMATED} {rest}")
-        step = f"profile of the optimizer on {profile.device}"
-        host = device.step_us / 1e3
-        update = (MEASURED, f"{step}; {host:g} ms {ESTIMATED}")
-    network = _network(cluster)
     free = 100 * cost.share_left_free
-    memory = (
-        f"formulas by stage; {free:.0f} % of {device.memory_gib:g} GiB are left free"
-    )
+    memory = f"{free:.0f} % of {device.memory_gib:g} GiB are left free"
     if cost.margin is None:
         memory += ", and what NCCL takes"
-    if cost.spare > 0:
-        memory += f"; the plans leave {100 * cost.spare:.0f} % more"
-    return {
-        "compute": compute,
-        "tensor": network,
-        "pipeline": network,
-        "data": network,
-        "update": update,
-        "bubble": (ESTIMATED, "simulation of the schedule with the terms above"),
-        "memory": (ESTIMATED, memory),
+    sources = {
+        "compute, update": f"{ESTIMATED}, {device.name}, {device.calibration}",
+        "messages inside servers": _source(cluster.inside),
+        "messages between servers": _source(cluster.between),
+        "bubble": f"{ESTIMATED}, simulation of the schedule",
+        "memory": f"{ESTIMATED}, formulas by stage; {memory}",
     }
-
-
-def _network(cluster: Cluster) -> tuple[str, str]:
-    links = {"inside servers": cluster.inside}
-    if cluster.servers > 1:
-        links["between servers"] = cluster.between
-    whole = MEASURED
-    sources = []
-    for where, link in links.items():
-        tag = MEASURED if link.measured else ESTIMATED
-        sources.append(f"{where} {link} {tag}")
-        if not link.measured:
-            whole = ESTIMATED
-    return whole, "; ".join(sources)
-
-
-def evidence(cost: Cost) -> str:
-    """The source of each term of the estimates."""
+    if cluster.servers == 1:
+        del sources["messages between servers"]
     lines = []
-    by_source = itertools.groupby(terms(cost).items(), key=itemgetter(1))
-    for source, same in by_source:
-        names = ", ".join(dict(same))
-        lines.append(wrapped(f"{names}: {', '.join(source)}"))
+    for name, source in sources.items():
+        lines.append(wrapped(f"{name}: {source}"))
     return "\n".join(lines)
+
+
+def _source(link: Link) -> str:
+    return f"{MEASURED if link.measured else ESTIMATED}, {link}"

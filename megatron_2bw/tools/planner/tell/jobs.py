@@ -12,7 +12,7 @@ import textwrap
 from pathlib import Path
 
 from megatron_2bw.base.argv import groups
-from megatron_2bw.base.errors import UserError, file_errors
+from megatron_2bw.base.errors import UserError, file_errors, one_line
 from megatron_2bw.base.files import write_whole
 from megatron_2bw.tools.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.tools.planner.descriptions.model import Model
@@ -125,7 +125,8 @@ _NOTES = """
 def _about(cost: Cost, estimate: Estimate) -> str:
     plan = estimate.plan
     cluster = cost.cluster
-    name, where = (" ".join(text.split()) for text in (cost.model.name, cluster.name))
+    name = one_line(cost.model.name)
+    where = one_line(cluster.name)
     context = f"{plan.context} context ranks x " if plan.context > 1 else ""
     sizes = f"{plan.tensor} tensor ranks x {context}{plan.depth} stages x {plan.width} pipelines"
     batch = (

@@ -2,48 +2,37 @@
 stage. Pure Python."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from megatron_2bw.tools.planner.cost.simulated import Cost, Estimate
 from megatron_2bw.tools.planner.tell import jobs, training
-from megatron_2bw.tools.planner.tell.explain import CAVEAT, Result, terms
+from megatron_2bw.tools.planner.tell.explain import Result
 
 
 def as_json(result: Result) -> dict[str, Any]:
     """The result in plain types: seconds, bytes, samples."""
     cost = result.cost
-    evidence = {}
-    for term, (tag, source) in terms(cost).items():
-        evidence[term] = {"tag": tag, "source": source}
-    cluster = asdict(replace(cost.cluster, profile=None))
-    cluster["profile"] = cost.cluster.profile is not None
     content = {
         "model": asdict(cost.model),
-        "cluster": cluster,
+        "cluster": asdict(cost.cluster),
         "space": asdict(result.space),
         "precision": cost.precision,
         "flash": cost.flash,
         "margin": cost.share_left_free,
         "error": cost.cluster.device.error,
         "ties": result.ties,
-        "run": {"model": cost.model.flags(), "data": jobs.mock_data(cost.model)},
+        "run": {
+            "model": cost.model.flags(),
+            "data": jobs.mock_data(cost.model),
+        },
         "plans": [_estimate(cost, estimate) for estimate in result.estimates],
-        "tight": [_estimate(cost, estimate) for estimate in result.tight],
-        "evidence": evidence,
-        "caveat": CAVEAT,
-        "search_seconds": result.seconds,
-        "examined": result.search.examined,
     }
     return json.loads(json.dumps(content))  # lists for tuples
 
 
 def _estimate(cost: Cost, estimate: Estimate) -> dict[str, Any]:
     plan = estimate.plan
-    memory = []
-    for stage in estimate.memory:
-        sums = {"certain": stage.certain, "total": stage.total}
-        memory.append(asdict(stage) | sums)
     return asdict(plan) | {
         "name": plan.title,
         "flags": plan.flags(cost.precision),
@@ -53,9 +42,7 @@ def _estimate(cost: Cost, estimate: Estimate) -> dict[str, Any]:
         "global_batch": plan.global_batch,
         "seconds": estimate.seconds,
         "samples_per_second": estimate.throughput,
-        "tokens_per_second": estimate.throughput * cost.model.sequence,
         "split": asdict(estimate.split),
-        "memory_by_stage": memory,
+        "memory_by_stage": [asdict(stage) for stage in estimate.memory],
         "capacity": estimate.capacity,
-        "headroom": estimate.headroom,
     }

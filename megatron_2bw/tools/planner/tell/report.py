@@ -29,7 +29,10 @@ FORWARDS = 250_000  # of a timeline; a simulation and its file take seconds
 
 
 def write_report(
-    cost: Cost, ranked: Sequence[Estimate], cloud: Sequence[Estimate], folder: Path
+    cost: Cost,
+    ranked: Sequence[Estimate],
+    cloud: Sequence[Estimate],
+    folder: Path,
 ) -> Path:
     """Write index.html to `folder`, which is created if it is missing: the `ranked`
     plans, the best first, with their timelines, and of `cloud` the fastest of each
