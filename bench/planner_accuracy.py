@@ -61,16 +61,12 @@ def search_row(shape: model.Model, servers: cluster.Cluster, batch: int) -> dict
     plans, ties = advice.ranked(search, 8)
     seconds = time.process_time() - begun
     estimates = list(map(search.cost.estimate, plans))
-    result = explain.Result(search.cost, space, estimates, search, 0.0, ties)
-    explain.table(result)
-    explain.reason(result)
-    _ = result.fewer  # searches too
+    explain.text(explain.Result(search.cost, space, estimates, ties))
     return {
         "model": shape.name,
         "GPUs": servers.gpus,
         "batch": batch,
         "best": plans[0].title,
-        "simulated plans": search.examined,
         "seconds": round(seconds, 2),
         "with the words": round(time.process_time() - begun, 2),
     }

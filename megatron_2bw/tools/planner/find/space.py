@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from megatron_2bw.tools.planner.descriptions.plan import RECOMPUTE
 
-# The user must ask for the others: gpipe and no-pipelining have larger bubbles, and
-# pipedream's delays differ by stage.
-PLANNED = ("2bw", "pipedream-flush", "megatron")
+# The user must ask for the others: no-pipelining has the largest bubble, and pipedream's
+# delays differ by stage.
+PLANNED = ("2bw", "pipedream-flush", "gpipe", "megatron")
 RECOMPUTES = (*RECOMPUTE, "stage")
 MEMORY = ("two-slots", "one-slot", "shard", "host")
 LATE = ("2bw", "pipedream")  # schedules whose gradients are late
