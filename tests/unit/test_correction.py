@@ -130,6 +130,13 @@ def test_the_gaps_that_a_run_prints_are_those_of_the_records(tokens, records):
     assert GAPS["auto"][tokens] == gaps
 
 
+@pytest.mark.parametrize("record, tokens", [("predict2k", 2048), ("predict8k", 8192)])
+def test_the_gaps_with_predicted_weights_are_those_of_the_records(record, tokens):
+    content = json.loads((DOCS / f"convergence/{record}.json").read_text())
+    gaps = {row["variant"]: row["gap_percent"]["mean"] for row in content["summary"]}
+    assert GAPS["predict"][tokens] == round(gaps["d50"], 1)
+
+
 AUTO = "--two-bw-late all --two-bw-correction auto"
 FEEDBACK = "--two-bw-correction 1"
 

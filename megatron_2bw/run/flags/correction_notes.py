@@ -84,9 +84,10 @@ def nearest(tokens: int) -> int:
 def percent_of(tokens: int, share: float, correction: str = "auto") -> float:
     """The gap at the nearest number of tokens a batch, and with the correction auto
     between the nearest shares."""
-    if share and correction != "auto":
-        return GAPS[correction][nearest(tokens)]
     gaps = GAPS["auto"][nearest(tokens)]
+    if share and correction != "auto":
+        # not measured: as without a prediction
+        return GAPS[correction].get(nearest(tokens), gaps[1])
     below = max(measured for measured in gaps if measured <= share)
     above = min(measured for measured in gaps if measured >= share)
     if below == above:
