@@ -185,7 +185,6 @@ class PaperRun:
             named_cluster(panel.cluster),
             servers=panel.servers,
             gpus_per_server=panel.gpus_per_server,
-            profile=None,
         )
         precision = panel.precision or PAPER["training"]["precision"]
         return cost_of(panel.model, cluster, reading, precision, panel.shape)

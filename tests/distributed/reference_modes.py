@@ -193,20 +193,21 @@ class MegatronReference(TwoBW):
                     self.so_far[name] = (sums[name].float().clone(), share)
 
     def predict(self, batch: int) -> None:
-        """W'(batch), near W(batch + 1), by a step of copies."""
+        """W'(batch), near W(batch + 1), by a step that is undone."""
         names = {main: name for name, main in self.main.items()}
+        before = {name: main.detach().clone() for name, main in self.main.items()}
         for part in self.optimizer.parts:
-            twin = copy.deepcopy(part)
-            for group, copied in zip(part.param_groups, twin.param_groups):
-                for main, stepped in zip(group["params"], copied["params"]):
-                    stepped.grad = self.estimate(batch, names[main], group, part, main)
-            twin.step()
-            for group, copied in zip(part.param_groups, twin.param_groups):
-                for main, stepped in zip(group["params"], copied["params"]):
-                    ahead = 1 + self.rule.ahead
-                    weight = torch.lerp(main.detach(), stepped.detach(), ahead)
-                    param = self.params[names[main]]
-                    self.versions[batch][names[main]] = weight.to(param.dtype)
+            states = {main: copy.deepcopy(part.state[main]) for main in part.state}
+            for group in part.param_groups:
+                for main in group["params"]:
+                    main.grad = self.estimate(batch, names[main], group, part, main)
+            part.step()
+            part.state.clear()
+            part.state.update(states)
+        for name, main in self.main.items():
+            weight = torch.lerp(before[name], main.detach(), 1 + self.rule.ahead)
+            self.versions[batch][name] = weight.to(self.params[name].dtype)
+            main.data.copy_(before[name])
 
     def estimate(self, batch, name, group, part, main) -> torch.Tensor:
         if name in self.rule.summed:

@@ -273,7 +273,7 @@ PREDICTED = {
     "one stage": ((1, 3), "--bf16", "", {}),
     "every share of four": ((4, 4), f"{UNTIED} --bf16 --clip-grad 0", "", {}),
     "sgd": ((4, 5), f"{UNTIED} --clip-grad 0", "", SGD),
-    "muon": ((2, 4), UNTIED, "", dict(optimizer="muon")),
+    "muon": ((2, 4), f"{UNTIED} --muon-nesterov", "", dict(optimizer="muon")),
     "tied": ((2, 2), NO_BIAS, "--two-bw-memory one-slot", {}),
     "per token": ((2, 5), f"{UNTIED} --calculate-per-token-loss", "", {}),
     "extra warm-up": ((2, 4), UNTIED, "--two-bw-extra-warmup 1", {}),

@@ -27,8 +27,9 @@ OTHERS = """
     runtime batch torch named args plain norm
 """.split()
 # "name": of `use_group`, a loop over two names that have rows; data and grad: of torch's
-# parameters; sequence_parallel: Megatron's mark of a parameter.
-KNOWN = {"name", "data", "grad", "sequence_parallel"}
+# parameters; param_groups: of its optimizers; sequence_parallel: Megatron's mark of a
+# parameter.
+KNOWN = {"name", "data", "grad", "param_groups", "sequence_parallel"}
 
 
 def touched(path: Path) -> Iterator[tuple[str, str, int]]:
