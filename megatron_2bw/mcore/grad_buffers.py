@@ -10,6 +10,7 @@ Invariants:
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -95,8 +96,14 @@ class Slot:
             group.finish_grad_sync(force_all_reduce=force_all_reduce)
 
     def reduce(self) -> None:
-        """Run the reduction from its start."""
+        """Run the reduction from its start, without Megatron's checks, which wait for
+        the GPU."""
         for group in self.bucket_groups:
+            group.ddp_config = dataclasses.replace(
+                group.ddp_config,
+                check_for_nan_in_grad=False,
+                check_for_large_grads=False,
+            )
             if group.ddp_config.overlap_grad_reduce:
                 group.start_grad_sync()
             group.finish_grad_sync()

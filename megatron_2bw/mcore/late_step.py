@@ -292,18 +292,22 @@ class LateStep(BatchStep):
     def rehearse(self) -> None:
         """Run the kernels of `predict` once, without its result."""
         if self._schedule.predicts and self.has_run:
-            slot = self._slots.gradients_of(self._stores.newest)
-            self._working.rehearse(self._estimate(slot, done=1.0))
+            self._working.rehearse(self._estimate(self._stores.newest, done=1.0))
 
     def predict(self, batch: int, done: float) -> None:
-        slot = self._slots.gradients_of(batch - 1)
+        if self._gradient_scale is None:
+            return  # no step of this run has told the scale of a gradient
+        estimate = self._estimate(batch - 1, done)
+        self._correction = self._options.correction(0)
+        self._working.predict(estimate, self._correction.ahead)
+
+    def _estimate(self, batch: int, done: float) -> Estimate:
+        """The gradient of `batch` by the part of it that is `done`, summed over the
+        replicas of the stage."""
+        slot = self._slots.gradients_of(batch)
         if any(group.size() > 1 for group in self._groups.data):
             slot = slot.twin(Tensor.clone)
             slot.reduce()
-        self._correction = self._options.correction(0)
-        self._working.predict(self._estimate(slot, done), self._correction.ahead)
-
-    def _estimate(self, slot: Slot, done: float) -> Estimate:
         times: float | Tensor = self._gradient_scale / done
         if self._scales.scales_losses:
             times = times / self._scales.current.squeeze()

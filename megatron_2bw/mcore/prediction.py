@@ -17,7 +17,8 @@ parameters whose gradient is a sum over stages or tensor-parallel ranks (tied
 embeddings; layer norms under sequence parallelism): their copies stay equal without a
 message. Under a loss scale it is 0 where the gradient so far is inf or nan.
 
-Invariant: nothing here waits for the GPU, or for another stage.
+Invariant: nothing here waits for another stage; without replicas of the stage nothing
+waits for the GPU.
 """
 
 import contextlib

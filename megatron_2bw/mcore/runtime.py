@@ -290,7 +290,7 @@ class MegatronRuntime:
         worker = None
         if self.schedule.late_step:
             worker = Worker("2bw step", device, cpu.answering)
-        self._stage = MegatronStage(shape.stages, index)
+        self._stage = MegatronStage(shape.stages, index, self.schedule.predicts)
         self._clock = StageClock(recorder, writer, worker)
         if not self.schedule.flushes:
             self._make_stores(call, shape, index)

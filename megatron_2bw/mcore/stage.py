@@ -124,9 +124,12 @@ class MegatronStage:
     """One stage, number `index` from 0, of `stages`.
 
     Batches have the size of the present call; when it changes, none is in flight.
+
+    predicts  the reduction of a batch starts in `end_batch`, not in its last backward
     """
 
-    def __init__(self, stages: int, index: int):
+    def __init__(self, stages: int, index: int, predicts: bool = False):
+        self._predicts = predicts
         self._is_last = index == stages - 1
         self._is_first = index == 0
         self._batches = defaultdict(Batch)
@@ -211,6 +214,8 @@ class MegatronStage:
         # With --align-grad-reduce only the first stage starts its reduction inside the
         # backward.
         inside = config.grad_sync_func is None or self._is_first
+        if self._predicts:  # a prediction reads the gradients after the last backward
+            inside = False
         if inside and index == self._call.num_microbatches - 1:
             self._release_sync()
         self._scale_auxiliary_losses(output.device)
@@ -251,8 +256,11 @@ class MegatronStage:
         config = self._call.config
         if self._no_sync is not None:
             self._release_sync()
+            model = self._call.model
             if config.grad_sync_func is not None:
-                config.grad_sync_func(self._call.model.parameters())
+                config.grad_sync_func(model.parameters())
+            elif model.ddp_config.overlap_grad_reduce:
+                model.start_grad_sync()
         if not config.calculate_per_token_loss:
             return None
         if not self._is_last:

@@ -131,6 +131,8 @@ class TwoBW(Schedule):
     def is_predicted(self, shape: Shape, batch: int) -> bool:
         if not self.predicts or batch <= shape.first:
             return False
+        if shape.microbatches <= self.ahead(shape, 0):  # the first stage knows nothing
+            return False
         return self.reads_late(batch - 1)
 
     def max_versions(self, shape: Shape, stage: int) -> int:

@@ -244,6 +244,11 @@ class _DryRun:
             self.fail(stage, f"{action}: the newest weights are W({stage.newest})")
         if action.version in stage.versions.values():
             self.fail(stage, f"{action} overwrites weights that a forward has read")
+        if action.batch in stage.predicted:
+            self.fail(stage, f"{action} for the second time")
+        first = (action.batch - 1) * self.shape.microbatches
+        if first not in stage.backwards:
+            self.fail(stage, f"{action} before the first backward of that batch")
         if stage.has_reduced(action.batch - 1):
             self.fail(stage, f"{action} while the step of that batch may run")
         stage.predicted.add(action.batch)

@@ -120,7 +120,7 @@ class MegatronReference(TwoBW):
         self.hysteresis = args.hysteresis
         self.run = Run()
         self.so_far = {}  # gradients that a prediction knows
-        self.gradient_scale = 1.0  # of the last step: clipping, token count
+        self.gradient_scale = None  # of the last step: clipping, token count
 
     def result(self) -> Run:
         self.train(self.args.train_iters)
@@ -269,7 +269,8 @@ class MegatronReference(TwoBW):
         for group, megatron in zip(self.optimizer.param_groups, self.megatron_groups):
             group["lr"] = megatron["lr"]
             group["weight_decay"] = megatron["weight_decay"]
-        if self.rule.ahead is not None and batch >= max(self.rule.sync, 1):
+        known = self.rule.ahead is not None and self.gradient_scale is not None
+        if known and batch >= max(self.rule.sync, 1):
             self.predict(batch)
         finite = self.step(batch, gradients)
         if finite:  # the learning rate moves on when all ranks have stepped

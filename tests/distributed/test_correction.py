@@ -359,3 +359,10 @@ def test_overflow_of_the_gradient_so_far():
         **changes,
     )
     assert 1 in expected.skipped[3:]
+
+
+def test_an_overlapping_reduction_begins_after_the_prediction():
+    """On one stage the last backward would start it; two replicas."""
+    argv = command(1, 3, "2bw", "--bf16", PREDICT, width=2)
+    plain = run_pipeline(argv, 2)
+    assert_same_runs(run_pipeline([*argv, "--overlap-grad-reduce"], 2), plain)

@@ -178,6 +178,8 @@ def test_a_late_step_needs_a_free_store_from_its_reduction_on():
         ("F2@0 B2@0 S0@1 F3@0 B3@0", r"F4@1 before P2"),
         ("F2@0 B2@0 F3@0 B3@0 S0@1 R1@1 P2@1", r"P2@1 while the step .* may run"),
         ("F2@0 B2@0 F3@0 S0@1 B3@0 P2@1 R1@1 F4@1 P2@1", r"P2@1 overwrites weights"),
+        ("S0@1 P2@1 F2@0 B2@0 F3@0 B3@0", r"P2@1 before the first backward"),
+        ("F2@0 B2@0 F3@0 S0@1 B3@0 P2@1 P2@1", r"P2@1 for the second time"),
     ],
 )
 def test_validator_finds_a_prediction_that_is_early_late_or_missing(row, error):

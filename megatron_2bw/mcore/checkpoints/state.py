@@ -69,7 +69,7 @@ class RunState:
     correction  of these working copies; None: they are the true weights
     sync_iterations  the length of the run's synchronous start; None: that of the
                      command line
-    gradient_scale   see `StepResult` (late_step.py), of the last step
+    gradient_scale   see `StepResult` (late_step.py), of the last step; None: unknown
     """
 
     shadow: dict[Tensor, Tensor] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class RunState:
     working: dict[Tensor, Tensor] = field(default_factory=dict)
     correction: Correction | None = None
     sync_iterations: int | None = None
-    gradient_scale: float = 1.0
+    gradient_scale: float | None = None
 
 
 class Checkpoints:
@@ -258,7 +258,7 @@ class Checkpoints:
             working=self._copy(model, "working"),
             correction=correction_of_checkpoint(self._saved) if shadow else None,
             sync_iterations=self._saved.get("sync_iterations") if late else None,
-            gradient_scale=self._saved.get("gradient_scale", 1.0),
+            gradient_scale=self._saved.get("gradient_scale"),
         )
         self._runtime.resume(state)
 

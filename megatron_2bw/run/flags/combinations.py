@@ -41,7 +41,9 @@ def _mistakes(args: Args) -> Iterator[str]:
         yield from _mistakes_of_packed(args)
     correction = args.two_bw_correction
     if correction.startswith("predict") and args.pipeline_schedule == "2bw":
-        if why := obstacle(args):
+        # a resumed run may have passed small batches
+        sizes = batch_sizes(args)[-1:] if args.load else batch_sizes(args)
+        if why := obstacle(args, sizes):
             yield f"--two-bw-correction {correction}: {why}"
     yield from _mistakes_of_warmup(args)
     if replica(args):  # else Megatron reports it

@@ -35,6 +35,8 @@ def _note(args: Args, schedule: TwoBW, size: int) -> str:
         correction = "predict"
     late = schedule.late_of(count)
     line = f"> 2bw: {late} of {count} microbatches late"
+    if correction == "predict":
+        line += " on predicted weights"
     if stages > 1:
         line += f", {speed(stages, count, late):.2f} times as fast as 1F1B"
     line += f", {gap(tokens, late / count, correction)}"

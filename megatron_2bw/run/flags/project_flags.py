@@ -37,7 +37,7 @@ def whole_or_share(text: str) -> int | str:
 
 def late(text: str) -> int | str:
     """The value of --two-bw-late."""
-    return text if text == "all" else whole_or_share(text)
+    return "all" if text in ("all", "100%") else whole_or_share(text)
 
 
 def correction(text: str) -> str:
@@ -49,7 +49,8 @@ def correction(text: str) -> str:
         except ValueError:
             raise UserError(
                 f"--two-bw-correction {text}: give auto, none, or a factor from 0 to 2 "
-                "and a gradient from 0 to 10, such as 1.25,1.25; or predict"
+                "and a gradient from 0 to 10, such as 1.25,1.25; or predict, and how far "
+                "ahead from 0 to 2, such as predict,0.5"
             ) from None
     return text
 

@@ -139,21 +139,24 @@ def prediction(args: Args) -> Correction | None:
         return correction_of(text)
     ranks = args.pipeline_model_parallel_size * args.tensor_model_parallel_size
     measured = args.optimizer == "adam" and args.world_size == ranks
-    if text == "auto" and measured and obstacle(args) is None:
+    if text == "auto" and measured and obstacle(args, batch_sizes(args)) is None:
         return correction_of("predict")
     return None
 
 
-def obstacle(args: Args) -> str | None:
-    """Why the weights of late microbatches cannot be predicted; None if they can."""
+def obstacle(args: Args, sizes: list[int]) -> str | None:
+    """Why the weights of late microbatches cannot be predicted, in batches of these
+    sizes; None if they can."""
     if args.two_bw_late != "all":
         return "it needs --two-bw-late all: add it"
+    if args.optimizer == "soap":
+        return "it has no prediction for --optimizer soap: use auto"
     if args.two_bw_memory == "host":
         return "the moments of --two-bw-memory host are not on the device: use auto"
     stages = args.pipeline_model_parallel_size
     schedule = TwoBW(extra_warmup=args.two_bw_extra_warmup)
     ahead = schedule.ahead(Shape(stages, 1), 0)
-    for size in batch_sizes(args):
+    for size in sizes:
         count = size // (replica(args) or 1)
         if count <= ahead:
             return (

@@ -103,7 +103,8 @@ class Plan:
         if not self.corrected:
             return "none"
         known = self.microbatches > self.pipeline.ahead(self.shape, 0)
-        if self.late is None and known and self.replicas == 1:
+        on_device = self.memory != "host"
+        if self.late is None and known and on_device and self.replicas == 1:
             return "predict"
         return "auto"
 

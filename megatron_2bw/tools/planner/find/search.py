@@ -142,7 +142,8 @@ class Search:
         may_shard = plan.distributed_optimizer and "shard" in allowed
         if may_shard and self.cost.fits(shard):
             return shard
-        if "host" in allowed and self.cost.host_holds(plan):
+        may_leave = "host" in allowed and plan.correction != "predict"
+        if may_leave and self.cost.host_holds(plan):
             return plan.changed(memory="host")
         return plan
 
@@ -319,13 +320,11 @@ class Search:
                 yield plan
 
     def _two_bw(self, plan: Plan) -> Iterator[Plan]:
-        """The plan with each memory, and with as many late microbatches as the gap
-        allows."""
+        """The plan with each memory and number of late microbatches."""
         # the others are tried where these do not fit
         slots = [memory for memory in self.space.memory if "slot" in memory]
-        for each in self._late(plan):
-            for memory in slots or self.space.memory:
-                yield each.changed(memory=memory)
+        for memory in slots or self.space.memory:
+            yield from self._late(plan.changed(memory=memory))
 
     def _late(self, plan: Plan) -> list[Plan]:
         """The plan with the most late microbatches whose gap is small enough, and with

@@ -306,7 +306,7 @@ def _plan(arguments: dict[str, Any], where: str) -> Plan:
     schedule = TwoBW(late(str(entries.get("late", "all"))))
     correction = arguments.get("two_bw_correction", "none")
     entries |= {
-        "late": schedule.late_of(batch),
+        "late": None if schedule.late == "all" else schedule.late_of(batch),
         "corrected": correction != "none",
         "recompute_layers": arguments.get("recompute_num_layers") or 1,
         "grad_reduce_in_bf16": arguments.get("grad_reduce_in_bf16", False),
