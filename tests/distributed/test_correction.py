@@ -92,12 +92,12 @@ def test_gradient_term_of_sgd():
 @pytest.mark.parametrize(
     "microbatches, late, rule",
     [
-        (3, "all", dict(factor=1.25, gradient=1.25)),
+        (3, "all", dict(ahead=0.5, known=(2, 3))),
         (8, None, dict(factor=0.5, gradient=0.5, late=2)),
     ],
 )
 def test_auto(microbatches, late, rule):
-    """All microbatches are late; or a quarter, by default."""
+    """All microbatches are late, on predicted weights; or a quarter, by default."""
     own = dict(two_bw_late=late, two_bw_correction=None, two_bw_sync_iterations=0)
     runs = run_pipeline(command(2, microbatches, "2bw", UNTIED, "--bf16", **own), 2)
     argv = command(1, microbatches, "2bw", UNTIED, "--bf16")
