@@ -5,7 +5,7 @@ docs/schedules.md.
 
 schedules.png is simulated from the lists of actions that the runtime executes; its
 gaps are those of megatron_2bw/run/flags/correction_notes.yaml. results.png shows
-docs/bench/all_schedules.json, which docs/efficiency.md tells how to measure.
+docs/bench/all_schedules.json (docs/efficiency.md has its command).
 """
 
 import json
@@ -23,7 +23,7 @@ HEIGHT = 2.7  # inches, 100 pixels of a page each
 SHAPE = Shape(4, 4, 0, 4)
 UNTIL = 44
 # the dial: late microbatches of eight, on eight stages
-LATE = (0, 2, 7)
+LATE = (0, 2, 8)
 EIGHT = Shape(8, 8, 0, 6)
 UNTIL_EIGHT = 130
 TOKENS = (2048, 8192)  # of a batch, whose gaps are shown
@@ -33,7 +33,8 @@ def draw_schedules(path: Path) -> None:
     figure = new_figure(4.8, 3.9)
     axes = figure.subplots(len(LATE), 1, sharex=True)
     for axis, late in zip(axes, LATE):
-        events = simulate(TwoBW(late), EIGHT, Times())
+        is_all = late == EIGHT.microbatches
+        events = simulate(TwoBW(late, predicts=is_all), EIGHT, Times())
         draw_rows(
             axis,
             events,
@@ -46,14 +47,18 @@ def draw_schedules(path: Path) -> None:
         if late:
             times = speed(EIGHT.stages, EIGHT.microbatches, late)
             share = late / EIGHT.microbatches
+            correction = "predict" if is_all else "auto"
+            name = "predicted" if is_all else "late"
             gaps = []
             for tokens in TOKENS:
-                gaps.append(f"{percent_of(tokens, share):+.1f} % at {tokens:,}")
+                gaps.append(
+                    f"{percent_of(tokens, share, correction):+.1f} % at {tokens:,}"
+                )
             heading = (
-                f"{late} late: {times:.2f} times as fast; "
+                f"{late} {name}: {times:.2f} times as fast; "
                 f"loss {', '.join(gaps)} tokens a batch"
             )
-        axis.set_title(heading, loc="left", fontsize=7.5)
+        axis.set_title(heading, loc="left", fontsize=7.2)
         axis.tick_params(labelsize=7)
     legend = (
         "8 stages, 8 microbatches; light: forward, dark: backward, colours: batches"

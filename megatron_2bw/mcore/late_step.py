@@ -296,7 +296,7 @@ class LateStep(BatchStep):
 
     def predict(self, batch: int, done: float) -> None:
         if self._gradient_scale is None:
-            return  # no step of this run has told the scale of a gradient
+            return  # the scale of a gradient is not known yet
         estimate = self._estimate(batch - 1, done)
         self._correction = self._options.correction(0)
         self._working.predict(estimate, self._correction.ahead)

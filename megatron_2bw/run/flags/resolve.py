@@ -160,8 +160,8 @@ def obstacle(args: Args, sizes: list[int]) -> str | None:
         count = size // (replica(args) or 1)
         if count <= ahead:
             return (
-                f"{count} microbatches leave the first stage no gradient before the "
-                f"next batch begins: use {ahead + 1} or more, or auto"
+                "the first stage has no gradient before the next batch begins: use "
+                f"{ahead + 1} or more microbatches, or auto"
             )
     return None
 
