@@ -57,7 +57,8 @@ def search_time() -> list[Check]:
 def search_row(shape: model.Model, servers: cluster.Cluster, batch: int) -> dict:
     begun = time.process_time()
     space = Space(batch, max_gap=0.1)
-    search = Search(Cost(shape, servers, precision_of(servers)), space)
+    precision = "bf16" if servers.device.bf16 else "fp16"
+    search = Search(Cost(shape, servers, precision), space)
     plans, ties = advice.ranked(search, 8)
     seconds = time.process_time() - begun
     estimates = list(map(search.cost.estimate, plans))
@@ -72,10 +73,6 @@ def search_row(shape: model.Model, servers: cluster.Cluster, batch: int) -> dict
     }
 
 
-def precision_of(servers: cluster.Cluster) -> str:
-    return "bf16" if servers.device.bf16 else "fp16"
-
-
 SECTIONS = (
     published.vtrain,
     published.zero_bubble_table,
@@ -84,8 +81,7 @@ SECTIONS = (
     published.kernels,
     published.links,
     published.golden,
-    published.b200,
-    published.multi_node,
+    published.sets,
     published.others,
     search_time,
 )
@@ -102,9 +98,8 @@ def main() -> int:
             verdict = "holds" if entry.holds else "FAILS"
             line = f"{verdict}  {entry.name}: {entry.result} (bar: {entry.bar})"
             print(line, flush=True)
-    machine = {"cores": os.cpu_count()}
-    content = {"machine": machine, "checks": checks}
-    write_result(options.json, content)
+    cores = {"cores": os.cpu_count()}
+    write_result(options.json, {"machine": cores, "checks": checks})
     print(f"{len(checks) - failed} of {len(checks)} hold")
     return 1 if failed else 0
 
