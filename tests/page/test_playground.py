@@ -287,7 +287,7 @@ def test_the_page_of_a_report(page, tmp_path):
         Plan(1, 2, 4, 1, 8, schedule="gpipe"),
         Plan(2, 4, 1, 2, 8),
     ]
-    report.write_report(cost, [cost.estimate(plan) for plan in plans], [], tmp_path)
+    report.write_report(cost, [cost.estimate(plan) for plan in plans], tmp_path)
     page.goto((tmp_path / "index.html").as_uri())
     assert min(inked(page)) > 20
     assert "which have a rank: 3" in page.inner_text("#counted")

@@ -21,8 +21,10 @@ from megatron_2bw.tools.planner.tell.explain import (
     Result,
     evidence,
     first,
-    table,
+    plan_table,
+    text,
     three,
+    time_table,
 )
 from megatron_2bw.tools.planner.tell.json_out import as_json
 from megatron_2bw.tools.planner.tell.no_plan import nothing_fits
@@ -101,21 +103,27 @@ def is_shown(text: str, number: float, unit: str = "") -> bool:
 
 
 def test_every_number_of_the_table_is_the_estimates(result):
-    plans, times = table(result).split("\n\n")
     estimates = result.estimates
-    for estimate, row in zip(estimates, rows(plans, "#"), strict=True):
+    plans = rows(plan_table(result), "#")
+    for estimate, row in zip(estimates, plans, strict=True):
         plan = estimate.plan
         sizes = (plan.tensor, plan.depth, plan.width, plan.microbatch)
         assert row["schedule"] == plan.schedule_name
         for column, number in zip("tdwbm", (*sizes, plan.microbatches)):
             assert row[column] == str(number)
         assert is_shown(row["samples/s"], estimate.throughput)
-    for row, estimate in zip(rows(times, "#"), estimates, strict=True):
         assert is_shown(row["iteration"], estimate.seconds, " s")
+        assert is_shown(row["memory"], estimate.heaviest / GIB, " GiB")
+    for row, estimate in zip(rows(time_table(result), "#"), estimates, strict=True):
         for term in TERMS:
             share = getattr(estimate.split, term) / estimate.seconds
             assert is_shown(row[term], 100 * share, " %")
-        assert is_shown(row["heaviest"], estimate.heaviest / GIB, " GiB")
+        whole = sum(getattr(estimate.split, term) for term in TERMS)
+        assert whole == pytest.approx(estimate.seconds)
+
+
+def test_the_answer_fits_on_one_screen(result):
+    assert len(text(result).splitlines()) <= 30 + max(len(result.estimates) - 8, 0)
 
 
 # --- the first lines
@@ -128,26 +136,42 @@ def test_the_first_lines_are_the_plan_and_what_2bw_gains_and_costs(result):
     need = winner.heaviest
     room = winner.capacity
     sizes = f"{need / GIB:.2f} GiB of {room / GIB:.2f} allowed"
-    assert text.startswith(
-        f"Best: {winner.plan.title}, {three(winner.throughput)} samples/s, {sizes} "
-    )
+    rate = f"{three(winner.throughput)} samples/s"
+    assert text.startswith(f"Best: {winner.plan.title}, {rate}, ")
+    assert f" an iteration, {sizes} (ESTIMATED: " in text
     found = result.fastest["2bw"], result.fastest["exact"]
     named = [
         f"{estimate.plan.title} ({three(estimate.throughput)} samples/s)"
         for estimate in found
     ]
     ratio = found[0].throughput / found[1].throughput
-    assert f"{named[0]} is {ratio:.2f} times as fast as {named[1]}. " in text
+    assert (
+        f"{named[0]} is {ratio:.2f} times as fast as the fastest exact plan, {named[1]}. "
+        in text
+    )
     plan = found[0].plan
     late = plan.pipeline.late_of(plan.microbatches)
     assert f"{late} of {plan.microbatches} microbatches are late" in text
 
 
 def test_the_fastest_of_2bw_and_of_the_exact_schedules_are_found(result):
-    for kind, schedules in (("2bw", ("2bw",)), ("exact", result.space.exact)):
-        space = replace(result.space, schedules=schedules)
-        seconds, _ = next(iter(Search(result.cost, space)))
+    late = replace(result.space, schedules=("2bw",))
+    for kind, space in (("2bw", late), ("exact", result.space.exact)):
+        seconds, plan = next(iter(Search(result.cost, space)))
         assert 1 / result.fastest[kind].throughput == pytest.approx(seconds)
+        assert kind == "2bw" or plan.exact
+
+
+def test_a_plan_that_may_fit_takes_more_than_is_allowed_and_no_more_than_there_is(
+    tight,
+):
+    found = tight.tight
+    assert found.throughput > tight.estimates[0].throughput
+    assert not tight.cost.fits(found.plan)
+    assert found.heaviest < P3.device.memory_gib * GIB
+    assert f"May fit, with --memory-margin 0.05: {found.plan.title}, " in " ".join(
+        first(tight).split()
+    )
 
 
 # --- nothing fits
@@ -157,7 +181,7 @@ def test_the_fastest_of_2bw_and_of_the_exact_schedules_are_found(result):
 def test_where_nothing_fits_the_memory_that_is_named_suffices():
     model = PRESETS["gpt-28.3b"]
     space = Space(16, memory=("two-slots", "one-slot", "shard"))
-    cost = Cost(model, P3, "fp16", spare=0.02)
+    cost = Cost(model, P3, "fp16")
     search = Search(cost, space)
     assert not list(search)
     text = nothing_fits(cost, space)
@@ -171,13 +195,8 @@ def test_where_nothing_fits_the_memory_that_is_named_suffices():
     memory = float(re.search(r"GPUs of ([\d.]+) GiB or more", text)[1])
     for gib, fits in ((memory, True), (memory - 0.1, False)):
         device = replace(P3.device, memory_gib=gib)
-        larger = Cost(model, replace(P3, device=device), "fp16", spare=0.02)
+        larger = Cost(model, replace(P3, device=device), "fp16")
         assert any(map(larger.fits, search.too_large)) == fits
-    gpu = re.search(r"or more, such as (\S+)\.$", text)[1]
-    assert clusters.GPUS[gpu].memory_gib >= memory
-    # no GPU has that much
-    huge = Cost(PRESETS["gpt-175b"], P3, "fp16")
-    assert "GiB or more" not in nothing_fits(huge, space)
 
 
 def test_where_nothing_is_legal_the_causes_are_reported():
@@ -197,7 +216,6 @@ def test_every_source_says_whether_it_was_measured():
     assert tags.pop("messages inside servers") == MEASURED
     assert "messages between servers" in tags
     assert set(tags.values()) == {ESTIMATED}
-    assert "between" not in evidence(Cost(GPT, P3, "fp16"))
 
 
 def test_the_json_is_plain_and_whole(result):

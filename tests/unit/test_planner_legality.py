@@ -18,11 +18,11 @@ from megatron_2bw.mcore import cpu
 from megatron_2bw.run.flags import checks
 from megatron_2bw.run.flags.parse import check, parse_early, prepare
 from megatron_2bw.run.flags.unsupported import layout_stages
-from megatron_2bw.schedules import SCHEDULE_NAMES
 from megatron_2bw.tools.planner.descriptions.model import PRESETS, Model
-from megatron_2bw.tools.planner.descriptions.plan import ARGUMENTS, Plan
+from megatron_2bw.tools.planner.descriptions.plan import ARGUMENTS, RECOMPUTE, Plan
 from megatron_2bw.tools.planner.descriptions.reading import described
 from megatron_2bw.tools.planner.find.legality import violations
+from megatron_2bw.tools.planner.find.space import OTHERS, PLANNED
 from tests.unit.test_planner_search import property_of
 
 
@@ -72,7 +72,7 @@ CASES = [
     ("--global-batch-size gives too few", dict(microbatches=0)),
     ("virtual stages do not divide", dict(virtual=4, schedule="megatron")),
     ("the GPU has no bf16", dict(bf16=False)),
-    ("pipedream with fp16", dict(tied=False, precision="fp16", schedule="pipedream")),
+    ("--optimizer-cpu-offload without", dict(memory="host", schedule="megatron")),
 ]
 
 
@@ -228,7 +228,7 @@ def test_a_legal_plans_flags_come_back_as_the_plan(plan, model, precision):
 
 
 # Rules of this project's schedules, by the begin of their causes.
-OURS = ("--global-batch-size", "virtual stages only", "pipedream with")
+OURS = ("--global-batch-size", "virtual stages only")
 
 
 @st.composite
@@ -250,7 +250,7 @@ def plans(draw) -> tuple[Plan, Model]:
     schedule = "megatron"
     microbatches = depth * draw(st.integers(1, 3))
     if virtual == 1:
-        schedule = one_of(*SCHEDULE_NAMES)
+        schedule = one_of(*PLANNED, *OTHERS)
         microbatches = draw(st.integers(1, 12))
     plan = Plan(
         tensor,
@@ -263,7 +263,7 @@ def plans(draw) -> tuple[Plan, Model]:
         last=last,
         schedule=schedule,
         sequence_parallel=one_of(False, True, tensor > 1),
-        recompute=one_of("none", "selective", "full"),
+        recompute=one_of(*RECOMPUTE),
         distributed_optimizer=draw(st.booleans()),
         pipeline_inside=draw(st.booleans()),
     )

@@ -14,7 +14,6 @@ from megatron_2bw.tools.planner.descriptions import cluster, model
 from megatron_2bw.tools.planner.find.advice import DELAY, TIE, ranked
 from megatron_2bw.tools.planner.find.search import Search
 from megatron_2bw.tools.planner.find.space import Space
-from megatron_2bw.tools.planner.plan_command import SPARE
 from megatron_2bw.tools.planner.tell.explain import three
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -62,7 +61,6 @@ def test_the_example_is_the_plan_of_today():
         cluster.preset("p3.16xlarge", 8).part(*map(int, part.groups())),
         "fp16",
         torch_adam=True,
-        spare=SPARE,
     )
     line = next(
         line.strip() for line in PAGE.splitlines() if line.startswith("    Best: ")

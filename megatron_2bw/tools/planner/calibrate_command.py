@@ -1,28 +1,29 @@
 """megatron-2bw plan calibrate: fits a cluster to measured runs."""
 
-import argparse
 from dataclasses import replace
 
-from megatron_2bw.base.command_line import TYPES, parser_of
-from megatron_2bw.base.errors import Parser, UserError
+from megatron_2bw.base.command_line import parser_of
+from megatron_2bw.base.errors import Parser
 from megatron_2bw.tools.planner.descriptions.cluster_file import named_cluster, to_yaml
 from megatron_2bw.tools.planner.measure import calibrate as calibration
 from megatron_2bw.tools.planner.measure import runs as measured
+
+MOST = 20  # runs that are fitted to, spread over all; the others are predicted
 
 
 def run_calibrate(words: list[str], prog: str) -> int:
     options = _calibrate_parser(prog).parse_args(words)
     cluster = named_cluster(options.cluster)
     runs = measured.read(options.runs)
-    chosen = _chosen_rows(options, len(runs))
+    rows = min(len(runs), MOST)
+    chosen = [index * len(runs) // rows for index in range(rows)]
     fitted_to = [runs[index] for index in chosen]
     unseen = []
     if len(fitted_to) > 1:
         unseen = calibration.cross_validated(cluster, fitted_to)
-    if fitted_to:
-        cluster = calibration.calibrate(cluster, fitted_to)
+    cluster = calibration.calibrate(cluster, fitted_to)
     if unseen:
-        error = round(calibration.bound(unseen), 3)
+        error = min(round(calibration.bound(unseen), 3), 1.0)
         cluster = replace(cluster, device=replace(cluster.device, error=error))
     others = []
     for index, seconds in enumerate(calibration.predict(cluster, runs)):
@@ -42,7 +43,7 @@ def run_calibrate(words: list[str], prog: str) -> int:
 
 
 def _calibrate_parser(prog: str) -> Parser:
-    parser = parser_of(prog, __file__, TYPES | {"int": int})
+    parser = parser_of(prog, __file__)
     assert parser.description is not None
     parser.description = parser.description.format(
         columns=", ".join(measured.COLUMNS),
@@ -50,16 +51,6 @@ def _calibrate_parser(prog: str) -> Parser:
         endings=", ".join(name[1:] for name in measured.LOGS),
     )
     return parser
-
-
-def _chosen_rows(options: argparse.Namespace, count: int) -> list[int]:
-    """The rows of `count` that are fitted to, spread over all."""
-    rows = options.rows
-    if rows is None:
-        rows = count if any(map(measured.is_log, options.runs)) else 20
-    if not 0 <= rows <= count:
-        raise UserError(f"--rows {rows}: the file has {count}")
-    return [index * count // rows for index in range(rows)]
 
 
 def _print_errors(name: str, errors: list[float]) -> None:

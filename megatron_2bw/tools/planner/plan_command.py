@@ -5,7 +5,6 @@ plan is legal and fits.
 """
 
 import argparse
-import itertools
 import math
 import os
 import shlex
@@ -24,34 +23,33 @@ from megatron_2bw.base.errors import (
 )
 from megatron_2bw.base.files import write_json
 from megatron_2bw.run.flags.project_flags import schedule_name
-from megatron_2bw.schedules import SCHEDULE_NAMES
 from megatron_2bw.tools.planner.calibrate_command import run_calibrate
-from megatron_2bw.tools.planner.cost.simulated import Cost, Estimate
+from megatron_2bw.tools.planner.cost.simulated import Cost
 from megatron_2bw.tools.planner.descriptions import inputs
 from megatron_2bw.tools.planner.descriptions.cluster import PRESETS as CLUSTERS
 from megatron_2bw.tools.planner.descriptions.cluster import network
 from megatron_2bw.tools.planner.find import advice
 from megatron_2bw.tools.planner.find.search import Search, on_fewer
-from megatron_2bw.tools.planner.find.space import MEMORY, PLANNED, RECOMPUTES, Space
+from megatron_2bw.tools.planner.find.space import (
+    MEMORY,
+    OTHERS,
+    PLANNED,
+    RECOMPUTES,
+    Space,
+)
 from megatron_2bw.tools.planner.tell import (
     explain,
     jobs,
     json_out,
     no_plan,
     report,
-    training,
 )
 
-# The share of the memory for errors of the estimate, which was wrong by 1.7 % at most
-# on SimuMax's runs on B200 (bench/planner_accuracy.py).
-SPARE = 0.02
-# of the time per sample: what a plan on fewer GPUs must save to be taken
-MIN_FEWER_GAIN = 0.01
 # readers of flags' values, beside those of all commands
 _TYPES = command_line.TYPES | {
     "network": network,
     "numbers": inputs.numbers,
-    "schedules": list_of(SCHEDULE_NAMES, schedule_name),
+    "schedules": list_of((*PLANNED, *OTHERS), schedule_name),
     "recomputes": list_of(RECOMPUTES),
     "memory": list_of(MEMORY),
 }
@@ -130,14 +128,12 @@ def _cost(options: argparse.Namespace) -> Cost:
             f"--memory-margin {margin:g}: give a share, from 0 to less than 1"
         )
     flash = False if on_cpu else flash
-    spare = SPARE if margin is None else 0.0
     cost = Cost(
         model=model,
         cluster=cluster,
         precision=precision,
         flash=flash,
         margin=margin,
-        spare=spare,
     )
     if options.adam or not cost.flash:
         torch_adam = not on_cpu and options.adam != "fused"
@@ -149,51 +145,41 @@ def planned(options: argparse.Namespace) -> explain.Result | None:
     """The plans of the cluster, or of a part of it that is faster. If no plan fits,
     print the reason and return None."""
     cost, space = prepare(options)
-    result = _searched(cost, space, options)
+    _note(f"searching the plans of {cost.model.name} on {explain.gpus(cost)} ...")
+    first = next(iter(Search(cost, space)), None)
+    if first is None and options.context is None and cost.flash:
+        space = replace(space, context=None)
+        first = next(iter(Search(cost, space)), None)
+        if first:
+            _note(
+                "nothing fits without context parallelism: planned is --context-parallel-size too"
+            )
     limit = math.inf
-    if result:
-        space = result.space
-        fastest = max(estimate.throughput for estimate in result.estimates)
-        limit = (1 - MIN_FEWER_GAIN) / fastest
+    if first:
+        limit = (1 - explain.MIN_GAIN) * first[0]
     fewer = on_fewer(cost, space, limit)
     if fewer:
         part = fewer[0].cluster
         gpus = cost.cluster.gpus
         idle = f"{gpus - part.gpus} of {gpus} GPUs stay idle"
         flags = f"--servers {part.servers} --gpus-per-server {part.gpus_per_server}"
-        reason = "are faster" if result else "have a plan"
+        reason = "are faster" if first else "have a plan"
         _note(f"{idle}: {part.gpus} {reason} ({flags})")
-        return _searched(replace(cost, cluster=part), space, options)
-    if result is None:
+        cost = replace(cost, cluster=part)
+    elif first is None:
         print(no_plan.nothing_fits(cost, space))
-    return result
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _searched(
-    cost: Cost, space: Space, options: argparse.Namespace
-) -> explain.Result | None:
-    """Search, and estimate the fastest plans. None if no plan fits."""
-    _note(f"searching the plans of {cost.model.name} on {explain.gpus(cost)} ...")
-    plans, ties = advice.ranked(Search(cost, space), options.top)
-    if not plans and options.context is None and cost.flash:
-        space = replace(space, context=None)
-        plans, ties = advice.ranked(Search(cost, space), options.top)
-        if plans:
-            _note(
-                "nothing fits without context parallelism: planned is --context-parallel-size too"
-            )
-    if not plans:
         return None
+    plans, ties = advice.ranked(Search(cost, space), options.top)
     return explain.Result(
         cost=cost,
         space=space,
         estimates=[*map(cost.estimate, plans)],
         ties=ties,
     )
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def run_plan(words: list[str], prog: str) -> int:
@@ -203,13 +189,11 @@ def run_plan(words: list[str], prog: str) -> int:
         return 1
     cost = result.cost
     best = result.estimates[0]
-    sources = explain.evidence(cost)
-    print(explain.text(result), sources, explain.CAVEAT, sep="\n\n")
-    print("\nA run of the first plan, as --script and --sbatch write it:")
-    for line in training.about(cost, best):
-        print(explain.wrapped(line))
-    flags = [*cost.model.flags(), *best.plan.flags(cost.precision)]
-    print(f"\nFlags of the first plan:\n  {shlex.join(flags)}")
+    print(explain.text(result))
+    if options.verbose:
+        print(f"\n{explain.details(result)}")
+        flags = [*cost.model.flags(), *best.plan.flags(cost.precision)]
+        print(f"\nFlags of the first plan:\n  {shlex.join(flags)}")
     _write(options, result)
     return 0
 
@@ -224,7 +208,7 @@ def _write(options: argparse.Namespace, result: explain.Result) -> None:
         text = jobs.sbatch_script(cost, best, cost.model.name)
         jobs.write(options.sbatch, text, "--sbatch")
     if options.report:
-        report.write_report(cost, result.estimates, _cloud(result), options.report)
+        report.write_report(cost, result.estimates, options.report)
     if options.json:
         with file_errors(f"--json {options.json}"):
             options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -233,17 +217,6 @@ def _write(options: argparse.Namespace, result: explain.Result) -> None:
     for path in written:
         if path:
             _note(f"wrote {path}")
-
-
-def _cloud(result: explain.Result) -> list[Estimate]:
-    """More plans for the page: the fastest of every schedule, in all variants."""
-    estimates = []
-    for schedule in result.space.schedules:
-        space = replace(result.space, schedules=(schedule,))
-        search = Search(result.cost, space, distinct=False)
-        for _, plan in itertools.islice(search, 20):
-            estimates.append(result.cost.estimate(plan))
-    return estimates
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ class Compute:
         launches = ADAPTED * bool(self.model.adapter_rank)
         launches += ROUTED * bool(self.model.experts)
         launch = self.launch * (1 + launches)
-        pair = self._tensor_messages(plan)
+        of_attention, of_mlp = self._tensor_messages(plan)
         if plan.tensor > 1:
             collectives = 4 if plan.sequence_parallel else 2
             launch += collectives * self.collective_launch
@@ -88,10 +88,11 @@ class Compute:
             size = self.memory.hidden_states(plan)
             size *= self.model.topk / plan.tensor
             group = self.layout(plan).experts
-            pair += 2 * all_to_all(self.cluster, group, size)
+            of_mlp += 2 * all_to_all(self.cluster, group, size)
             launch += 2 * self.collective_launch
         ring = self._ring(plan, 1)
         launch += (plan.context - 1) * self.collective_launch
+        pair = of_attention + of_mlp
         there = pair + ring
         back = pair + self._ring(plan, 2)
         first = max(forward + there, launch)
@@ -102,24 +103,29 @@ class Compute:
             traffic = TRAFFIC * self.memory.scores(plan) / self.bytes
             last += self._attention(plan) + traffic + ring
             back += ring
+        elif plan.recompute == "mlp":
+            traffic = TRAFFIC * self.memory.mlp(plan) / self.bytes
+            products = self._products(plan, self.model.mlp_sides(plan.tensor))
+            last += products + traffic + of_mlp
+            back += of_mlp
         return MicrobatchTime(first, last, there + back)
 
-    def _tensor_messages(self, plan: Plan) -> float:
-        """Seconds of the tensor-parallel collectives of one pass: two all-reduces, or
-        four all-gathers and reduce-scatters of as many bytes."""
+    def _tensor_messages(self, plan: Plan) -> tuple[float, float]:
+        """Seconds of the tensor-parallel collectives of one pass, of the attention and
+        of the MLP: an all-reduce each, or an all-gather and a reduce-scatter of as many
+        bytes."""
         if plan.tensor == 1:
-            return 0.0
+            return 0.0, 0.0
         group = self.layout(plan).tensor
         size = self.memory.hidden_states(plan)
-        count = 4 if plan.sequence_parallel else 2
+        count = 2 if plan.sequence_parallel else 1
         collective = scatter_or_gather if plan.sequence_parallel else all_reduce
-        seconds = count * collective(self.cluster, group, size)
+        each = count * collective(self.cluster, group, size)
+        if not self.model.experts:
+            return each, each
         # each token as often as it has experts, and once for the shared one
-        if self.model.experts:
-            routed = collective(self.cluster, group, self.model.topk * size)
-            seconds *= (1 + bool(self.model.shared_ffn)) / 2
-            seconds += count / 2 * routed
-        return seconds
+        routed = collective(self.cluster, group, self.model.topk * size)
+        return each, count * routed + each * bool(self.model.shared_ffn)
 
     def layout(self, plan: Plan) -> Layout:
         return layout(
@@ -158,10 +164,10 @@ class Compute:
         # The forward's products sum over the inputs; the backward's over the outputs
         # (gradient of the inputs) and over the tokens (gradient of the weights).
         tokens = plan.samples * self.model.sequence
-        forward = 0.0
+        sides = self.model.matrix_sides(tensor)
+        forward = self._products(plan, sides)
         backward = 0.0
-        for inputs, outputs in self.model.matrix_sides(tensor):
-            forward += self.product(tokens, inputs, outputs)
+        for inputs, outputs in sides:
             backward += self.product(tokens, outputs, inputs)
             # A frozen matrix has no gradient; its adapter has two products in a forward
             # and four in a backward.
@@ -173,10 +179,21 @@ class Compute:
         for inputs, outputs in self.model.expert_sides(tensor):
             rows = tokens * self.model.topk / experts
             weights = 0.0 if adapters else self.product(inputs, rows, outputs)
-            forward += experts * self.product(rows, inputs, outputs)
             gradients = self.product(rows, outputs, inputs) + weights
             backward += experts * gradients
         return forward + attention + traffic, backward + 2 * attention + traffic
+
+    def _products(self, plan: Plan, sides: list[tuple[float, float]]) -> float:
+        """Seconds of the forward of products of all tokens, and of the experts'."""
+        tokens = plan.samples * self.model.sequence
+        seconds = 0.0
+        for inputs, outputs in sides:
+            seconds += self.product(tokens, inputs, outputs)
+        experts = self.model.experts / plan.expert
+        for inputs, outputs in self.model.expert_sides(plan.tensor):
+            rows = tokens * self.model.topk / experts
+            seconds += experts * self.product(rows, inputs, outputs)
+        return seconds
 
     def product(self, rows: float, inner: float, columns: float) -> float:
         """Seconds of a matrix product that sums over `inner`. In the last round of its
@@ -225,13 +242,13 @@ class Compute:
         """The prediction of the next weights of what a GPU owns."""
         return owned * PREDICTION_TRAFFIC / self.bytes
 
-    def host_update(self, owned: float, gradient: int, weight: int) -> float:
-        """The optimizer's step in host memory, with the norm, clipping, the conversion
-        to 16 bits and the copies in and out."""
+    def host_update(self, owned: float, copied: int, late: bool) -> float:
+        """The optimizer's step in host memory, with the copies in and out; a late one
+        also with the norm, clipping and the conversion to 16 bits."""
         device = self.cluster.device
-        copies = (gradient + weight) / device.pcie_gb_s
-        cores = HOST_TRAFFIC / device.host_gb_s
-        return owned * (copies + cores) / 1e9
+        traffic = HOST_TRAFFIC if late else UPDATE_TRAFFIC
+        seconds = copied / device.pcie_gb_s + traffic / device.host_gb_s
+        return owned * seconds / 1e9
 
 
 # Bytes moved for each byte that the backward needs: one write and one read in the
@@ -261,7 +278,9 @@ UPDATE_TRAFFIC = 28
 # A step on copies (mcore/prediction.py): gradient 8, copies 24, step 28, result 18.
 PREDICTION_TRAFFIC = 78
 # The same on the host, with norm, clipping and conversion: together 2.2 times the time
-# of Adam (bench/device.py host).
+# of Adam (bench/device.py host). Megatron's --optimizer-cpu-offload has Adam alone
+# there: 0.93 s for the 0.6 billion parameters of a Qwen3 on an H100
+# (github.com/NVIDIA-NeMo/RL, pull request 3628).
 HOST_TRAFFIC = 62
 # Host time of a backward in forwards: twice as many kernels, but launched from C++
 # instead of Python.

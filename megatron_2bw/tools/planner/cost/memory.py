@@ -15,6 +15,12 @@ from megatron_2bw.tools.planner.descriptions.model import Model
 from megatron_2bw.tools.planner.descriptions.plan import Plan, by_fields
 
 GIB = 2**30
+# The fields of a plan on which its memory depends.
+SIZES = (
+    "tensor context expert depth width microbatch microbatches recompute "
+    "recompute_layers sequence_parallel schedule virtual memory distributed_optimizer "
+    "first last stages extra_warmup gpipe_round corrected grad_reduce_in_bf16"
+)
 ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes
 
 
@@ -60,10 +66,11 @@ PAIR = 544e6
 GROUP = 688e6
 CHANNELS = 24
 # Bytes of a CUDA context with the libraries' workspaces (a typical value), and the
-# share of the allocated bytes that torch reserves on top: in 43 runs of SimuMax on B200
-# at most 9.3 % (docs/b200).
+# share on top of the allocated bytes that a GPU must have: in 43 runs of SimuMax on
+# B200 torch reserved at most 9.3 % (docs/b200), and the estimates were wrong by at most
+# 1.7 % (bench/planner_accuracy.py).
 CONTEXT = 0.75 * GIB
-FRAGMENTS = 0.1
+FRAGMENTS = 0.12
 
 
 def communicators(plan: Plan, stage: int, tied: bool = True) -> list[float]:
@@ -192,19 +199,23 @@ class Memory:
             positions = 2 * model.heads * model.rotary_head
             sources = tensor * (model.latent + model.rotary_head)
             attention += element * (positions + sources)
-        # inputs of the activation function and of the second matrix
-        mlp = element * (3 if model.gated else 2) * tokens / tensor
-        if model.experts:
-            mlp *= model.shared_ffn + model.topk * model.expert_ffn
-            # each token as often as it has experts, before them and behind; the
-            # router's probabilities
-            routed = 2 * element * model.topk * model.hidden
-            mlp += tokens * (routed + 8 * model.experts)
-        else:
-            mlp *= model.ffn
         norms = whole / plan.sequence_ranks
-        linear = norms + tokens * attention / tensor + mlp
-        return linear + self.scores(plan)
+        linear = norms + tokens * attention / tensor
+        return linear + self.mlp(plan) + self.scores(plan)
+
+    def mlp(self, plan: Plan) -> float:
+        """The part of the MLP, with the experts: inputs of the activation function and
+        of the second matrix."""
+        model = self.model
+        tokens = plan.samples * model.sequence
+        each = self.element * (3 if model.gated else 2) * tokens / plan.tensor
+        if not model.experts:
+            return each * model.ffn
+        # each token as often as it has experts, before them and behind; the router's
+        # probabilities
+        routed = 2 * self.element * model.topk * model.hidden + 8 * model.experts
+        width = model.shared_ffn + model.topk * model.expert_ffn
+        return each * width + tokens * routed
 
     def scores(self, plan: Plan) -> float:
         """The part that selective recompute frees: softmax, its dropout's mask and
@@ -227,6 +238,7 @@ class Memory:
         stages = enumerate(plan.layers_of(self.model))
         return [self.stage(plan, stage, layers) for stage, layers in stages]
 
+    @by_fields(SIZES)
     def heaviest(self, plan: Plan) -> float:
         """Bytes of the heaviest stage. Of the stages between the ends the second has
         most microbatches in flight."""
@@ -331,8 +343,9 @@ class Memory:
 
     def parameters(self, plan: Plan, stage: int, layers: int) -> float:
         """Trained parameters on one GPU of the stage."""
-        adapters = layers * self.model.adapter_parameters(plan.tensor)
-        return adapters or self._all_parameters(plan, stage, layers)
+        if self.model.adapter_rank:
+            return layers * self.model.adapter_parameters(plan.tensor)
+        return self._all_parameters(plan, stage, layers)
 
     def experts(self, plan: Plan, stage: int, layers: int) -> float:
         """Trained parameters of experts on one GPU of the stage."""
@@ -388,7 +401,7 @@ class Memory:
         # of so many layers the first one's input is kept, and all are recomputed at
         # once
         if plan.recompute_layers > 1:
-            together = min(plan.recompute_layers, chunk)
+            together = max(min(plan.recompute_layers, chunk), 1)
             layer, _ = self.layer(plan.changed(recompute="none"))
             working += (together - 1) * layer
             chunk = math.ceil(chunk / together)
@@ -430,8 +443,9 @@ class Memory:
         if plan.recompute == "full":  # keeps the input of each layer
             kept = self.hidden_states(plan) / plan.sequence_ranks
             return kept, working + whole
-        if plan.recompute == "selective":
-            freed = self.scores(plan)
+        if plan.recompute != "none":
+            mlp = plan.recompute == "mlp"
+            freed = self.mlp(plan) if mlp else self.scores(plan)
             return whole - freed, working + freed
         return whole, working
 

@@ -46,8 +46,6 @@ BUCKET_OF_REPLICA = 1e6
 # Messages that add a smaller share to a microbatch's time are not worth extra warm-up
 # of 2bw.
 MIN_HIDDEN_SHARE = 0.02
-# A bound that misses an iteration's time by less than this share is taken for the time.
-EXACT = 1e-3
 
 # The fields of a plan on which the work of its stages and its messages depend.
 STAGES = (
@@ -57,7 +55,7 @@ STAGES = (
 # The fields on which its step depends.
 STEP = (
     "tensor context expert depth width pipeline_inside distributed_optimizer "
-    "first last stages grad_reduce_in_bf16 memory"
+    "first last stages grad_reduce_in_bf16 memory schedule"
 )
 
 
@@ -108,6 +106,14 @@ class _Step:
     gather: float
 
 
+def _beside(seconds: float, most: float, occupied: float, free: float) -> float:
+    """Seconds of a transfer of which others take `occupied` of each `occupied + free`
+    seconds of the link, and `most` in all."""
+    if free * most <= seconds * occupied:
+        return seconds + most
+    return seconds * (1 + occupied / free)
+
+
 def _simulated(plan: Plan, times: Times) -> float:
     return long_iteration_time(plan.pipeline, plan.depth, plan.microbatches, times)
 
@@ -126,8 +132,6 @@ class Cost:
                     (arXiv 2104.04473, section 4.1), and interleaved stages wait for a
                     message as others do
     torch_adam      Adam is torch's, not a fused one
-    spare           share of the memory that also stays free, since the memory of plans
-                    is an estimate
     """
 
     model: Model
@@ -137,7 +141,6 @@ class Cost:
     margin: float | None = None
     old_exchange: bool = False
     torch_adam: bool = False
-    spare: float = 0.0
 
     def __post_init__(self) -> None:
         device = self.cluster.device
@@ -167,8 +170,7 @@ class Cost:
         if self.margin is None:
             self._fixed = CONTEXT if on_gpus else 0.0
             self._share = 1 / (1 + FRAGMENTS)
-        usable = (whole - self._fixed) * self._share
-        self.capacity = usable - self.spare * whole
+        self.capacity = (whole - self._fixed) * self._share
         self.share_left_free = 1 - self.capacity / whole
         self._nccl_free = whole * share if on_gpus else math.inf
 
@@ -207,7 +209,7 @@ class Cost:
         """Memory of the smallest GPU on which the plan fits."""
         taken = self.memory.heaviest(plan) + self.capacity - self.allowed(plan)
         taken += self._fixed * self._share
-        return taken / (self._share - self.spare)
+        return taken / self._share
 
     def seconds(self, plan: Plan) -> float:
         """Simulated seconds of an iteration in the steady state."""
@@ -227,27 +229,22 @@ class Cost:
         none = [0.0] * plan.depth
         no_reduce = replace(times, reduce=none)
         only_work = replace(no_reduce, transfer=none, occupied=none, sending=none)
-        # Without messages and flushes no stage waits, if all are late; and for no
-        # reduction, if the bound is the time.
-        if plan.pipeline.late_step and plan.late is None:
-            alone = lower_bound(plan, only_work)
-        else:
-            alone = _simulated(plan, only_work)
-        without_reduce = seconds
-        if lower_bound(plan, no_reduce) <= (1 - EXACT) * seconds:
-            without_reduce = _simulated(plan, no_reduce)
         busiest = max(self.stages(plan), key=attrgetter("total"))
         work = plan.microbatches * busiest.total
+        # An interleaved batch may take less where its messages take longer: the orders
+        # of actions are fixed.
+        alone = min(max(_simulated(plan, only_work), work), seconds)
+        without_reduce = min(max(_simulated(plan, no_reduce), alone), seconds)
         # Time that a late step overlaps with the next batch is no stage's waiting time.
         step = times.step + max(times.overlap_cost)
-        update = min(step, max(alone - work, 0.0))
+        update = min(step, alone - work)
         split = Split(
             compute=plan.microbatches * (busiest.total - busiest.tensor),
             tensor=plan.microbatches * busiest.tensor,
-            pipeline=max(without_reduce - alone, 0.0),
-            data=max(seconds - without_reduce, 0.0),
+            pipeline=without_reduce - alone,
+            data=seconds - without_reduce,
             update=update,
-            bubble=max(alone - work - update, 0.0),
+            bubble=alone - work - update,
         )
         stages = tuple(self.memory.stages(plan))
         return Estimate(
@@ -293,7 +290,6 @@ class Cost:
             sending=self._sending(plan, messages),
             reduce=self._reduce(plan, works, messages, step),
             step=seconds,
-            joint_step=plan.schedule == "pipedream",
             overlap_cost=costs,
         )
 
@@ -302,40 +298,17 @@ class Cost:
         step = self._step(plan)
         return step.reduce[0] + step.ends, max(step.update)
 
-    def window(self, plan: Plan) -> tuple[float, float]:
-        """Seconds that a late step may take at no cost ([Note: the late step's
-        window]), and those of a microbatch."""
-        each = max(work.total for work in self.stages(plan))
-        behind = max(
-            plan.pipeline.ahead(plan.shape, 0) * each,
-            sum(self.times(plan).backward),
-        )
-        late = plan.microbatches if plan.late is None else plan.late
-        hidden = late * each
-        return hidden - behind, each
-
     def enough_late(self, plan: Plan) -> int:
         """So many of the plan's late microbatches that more hide no more of the bubble,
-        nor of the step."""
+        nor of the step ([Note: the late step's window])."""
+        each = max(work.total for work in self.stages(plan))
         ahead = plan.pipeline.ahead(plan.shape, 0)
-        window, each = self.window(plan)
         times = self.times(plan)
+        behind = max(ahead * each, sum(times.backward))
         step = max(times.reduce) + times.step
+        window = plan.late * each - behind
         spare = math.floor((window - step) / each + 0.05)
         return min(max(plan.late - spare, ahead + 1), plan.late)
-
-    def bound_ahead(self, plan: Plan) -> float | None:
-        """A lower bound on the time of the plan with any extra warm-up; None if that
-        would hide too little."""
-        if plan.schedule != "2bw" or not self._is_slow(plan):
-            return None
-        hidden = replace(self.times(plan), transfer=[0.0] * plan.depth)
-        return lower_bound(plan, hidden)
-
-    @by_fields(STAGES)
-    def _is_slow(self, plan: Plan) -> bool:
-        """Whether 2bw's messages take long enough to be hidden."""
-        return next(self._warmups(plan), None) is not None
 
     def extra_warmup(self, plan: Plan) -> tuple[int, ...]:
         """The extra warm-up of 2bw that hides the plan's messages, or as much of them
@@ -441,7 +414,10 @@ class Cost:
         update = []
         for parameters, _, owned in self._parameters(plan):
             if plan.memory == "host":
-                update.append(compute.host_update(owned, size.gradient, size.weight))
+                copied = size.gradient + size.weight
+                update.append(
+                    compute.host_update(owned, copied, plan.pipeline.late_step)
+                )
             else:
                 update.append(compute.update(parameters, owned))
         gather = 0.0
@@ -487,20 +463,26 @@ class Cost:
                     plan, stage, seconds[stage], work.backward
                 )
         place = self.compute.layout(plan)
-        if plan.pipeline.late_step and place.data.servers > 1:
-            # It overlaps the next batch, and that batch's messages take their share of
-            # the network first.
+        ends = step.ends
+        if plan.pipeline.late_step:
+            # It overlaps the late microbatches of the next batch, whose messages take
+            # their share of the network first.
             leaving = itertools.compress(messages, place.boundaries)
             occupied = max((each.occupied for each in leaving), default=0.0)
             # With one gradient slot only the warm-up forwards send messages in that
             # time.
-            sent = plan.microbatches
+            sent = plan.pipeline.late_of(plan.microbatches)
             if plan.memory != "two-slots":
-                sent = plan.pipeline.ahead(plan.shape, 0)
-            seconds = [time + sent * occupied for time in seconds]
-        if step.ends:
-            seconds[0] += step.ends
-            seconds[-1] += step.ends
+                sent = min(sent, plan.pipeline.ahead(plan.shape, 0))
+            free = max(work.total for work in works) - occupied
+            ends = _beside(ends, sent * occupied, occupied, free)
+            if place.data.servers > 1:
+                ends = step.ends
+                seconds = [
+                    _beside(time, sent * occupied, occupied, free) for time in seconds
+                ]
+        seconds[0] += ends
+        seconds[-1] += ends
         return seconds
 
     def _release(
@@ -509,7 +491,7 @@ class Cost:
         """Seconds for which a batch's first backward waits for the one slot: until the
         gradients of the batch before are reduced, and copied to the host by portions.
         The first forward overlaps it."""
-        if plan.memory not in ("host", "shard"):
+        if plan.memory not in ("host", "shard") or not plan.pipeline.late_step:
             return [0.0] * plan.depth
         rate = self.cluster.device.pcie_gb_s * 1e9
         size = bytes_of(self.precision, plan.grad_reduce_in_bf16).gradient

@@ -11,14 +11,19 @@ import argparse
 import math
 import re
 from dataclasses import dataclass, replace
+from typing import Annotated
 
-from megatron_2bw.base.errors import UserError, did_you_mean
+from annotated_types import Le
+
+from megatron_2bw.base.errors import UserError
 from megatron_2bw.tools.planner.descriptions.reading import (
     Amount,
     Count,
     Described,
     Positive,
     Share,
+    named,
+    plain,
     presets,
 )
 
@@ -88,7 +93,7 @@ class Device(Described):
     """One GPU. The host's times are typical values until `calibrate` fits them."""
 
     name: str
-    memory_gib: Positive  # capacity that the driver reports
+    memory_gib: Annotated[Positive, Le(2000)]  # capacity that the driver reports
     # peak of the matrix units in the 16-bit floats that the planner's precision uses
     tflops: Positive
     memory_gb_s: Positive  # memory bandwidth
@@ -193,14 +198,27 @@ def network(text: str) -> Link:
 
 
 def preset(name: str, servers: int) -> Cluster:
-    """A preset with that many servers. UserError lists the names if the name is
-    unknown."""
-    if name in PRESETS:
-        return replace(PRESETS[name], servers=servers)
-    raise UserError(
-        f"--cluster {name}: not one of {', '.join(PRESETS)}, and no "
-        f"file{did_you_mean(name, PRESETS)}"
-    )
+    """A preset with that many servers."""
+    return replace(named(PRESETS, name, "--cluster"), servers=servers)
+
+
+def of_gpus(name: str, count: int) -> Cluster:
+    """The preset whose GPU the name means, with so many of them."""
+    found = []
+    for cluster in PRESETS.values():
+        gpu = plain(cluster.device.name)
+        if gpu == plain(name):
+            found = [cluster]
+            break
+        if plain(name) in gpu:
+            found.append(cluster)
+    if len(found) != 1:
+        known = ", ".join(each.device.name for each in found or PRESETS.values())
+        raise UserError(f"--gpu {name}: give one of {known}, or --cluster")
+    each = min(count, found[0].gpus_per_server)
+    if count % each:
+        raise UserError(f"--gpus {count}: give a multiple of {each}, or --cluster")
+    return found[0].part(count // each, each)
 
 
 # a link's other rates, scaled with gb_s

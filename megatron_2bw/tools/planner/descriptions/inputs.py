@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_2bw.base.errors import UserError, whole_number
 from megatron_2bw.tools.planner.descriptions import model as models
-from megatron_2bw.tools.planner.descriptions.cluster import Cluster
+from megatron_2bw.tools.planner.descriptions.cluster import Cluster, of_gpus
 from megatron_2bw.tools.planner.descriptions.cluster_file import named_cluster
 from megatron_2bw.tools.planner.descriptions.hugging_face_config import (
     from_hugging_face,
@@ -142,7 +142,12 @@ def _named_model(name: str, sequence: int | None) -> Model:
 
 def cluster_of(options: argparse.Namespace) -> Cluster:
     """The cluster that the flags describe."""
-    cluster = named_cluster(options.cluster)
+    if options.gpu:
+        cluster = of_gpus(options.gpu, options.gpus)
+    elif options.cluster:
+        cluster = named_cluster(options.cluster)
+    else:
+        raise UserError("give --cluster NAME, or --gpu NAME --gpus N")
     per_server = options.gpus_per_server or cluster.gpus_per_server
     servers = options.servers or cluster.servers
     if per_server > cluster.gpus_per_server:

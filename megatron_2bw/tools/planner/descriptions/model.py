@@ -11,10 +11,11 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_2bw.base.errors import UserError, did_you_mean
+from megatron_2bw.base.errors import UserError
 from megatron_2bw.tools.planner.descriptions.reading import (
     Count,
     Described,
+    named,
     presets,
 )
 
@@ -198,10 +199,14 @@ class Model(Described):
                 down,
                 (self.latent, both / tensor),
             ]
+        return sides + self.mlp_sides(tensor)
+
+    def mlp_sides(self, tensor: int = 1) -> list[tuple[float, float]]:
+        """Inputs and outputs of the products of `matrix_sides` that are the MLP's."""
         if not self.experts:
-            return sides + self._mlp_sides(self.ffn, tensor)
+            return self._mlp_sides(self.ffn, tensor)
         shared = self._mlp_sides(self.shared_ffn, tensor) if self.shared_ffn else []
-        return [*sides, *shared, (self.hidden, self.experts)]
+        return [*shared, (self.hidden, self.experts)]
 
     def expert_sides(self, tensor: int = 1) -> list[tuple[float, float]]:
         """Inputs and outputs of one expert's products, each with a part of the
@@ -357,12 +362,6 @@ for _name, _entry in _DATA["models"].items():
 
 
 def preset(name: str, sequence: int | None = None) -> Model:
-    """A preset, with another sequence length if given. UserError lists the names if the
-    name is unknown."""
-    if name not in PRESETS:
-        raise UserError(
-            f"--model {name}: not one of {', '.join(PRESETS)}, and no "
-            f"file{did_you_mean(name, PRESETS)}"
-        )
-    model = PRESETS[name]
+    """A preset, with another sequence length if given."""
+    model = named(PRESETS, name, "--model")
     return replace(model, sequence=sequence) if sequence else model

@@ -13,7 +13,11 @@ from megatron_2bw.schedules import Schedule, Shape, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
 from megatron_2bw.tools.planner.descriptions.model import Model, command_line
 
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", "mlp", "full")
+OFFLOAD = (
+    "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d "
+    "--use-precision-aware-optimizer"
+)
 ARGUMENTS = {  # Megatron's, by field
     "tensor": "tensor_model_parallel_size",
     "depth": "pipeline_model_parallel_size",
@@ -47,12 +51,14 @@ class Plan:
     microbatch: int  # samples
     # of a batch and pipeline; the global batch is microbatch × microbatches × width
     microbatches: int
-    recompute: str = "none"  # selective (core attention), full (all layers)
+    # selective (core attention), mlp (with the experts), full (all layers)
+    recompute: str = "none"
     # of --pipeline-schedule; "megatron" with `virtual` > 1 is Megatron's interleaved
     # schedule
     schedule: str = "2bw"
     virtual: int = 1  # model chunks per stage
-    memory: str = "two-slots"  # of 2bw: --two-bw-memory
+    # of 2bw: --two-bw-memory; of Megatron's schedule "host": --optimizer-cpu-offload
+    memory: str = "two-slots"
     distributed_optimizer: bool = False
     first: int = 0  # layers of the first stage if they differ from the others', else 0
     last: int = 0  # of the last stage
@@ -95,6 +101,11 @@ class Plan:
     def replicas(self) -> int:
         """GPUs with the same weights, which reduce their gradients together."""
         return self.context * self.width
+
+    @property
+    def exact(self) -> bool:
+        """Whether no gradient is late."""
+        return self.pipeline.flushes or self.late == 0
 
     @property
     def correction(self) -> str:
@@ -205,7 +216,7 @@ class Plan:
         """`stages` in Megatron's notation: Et*3|t*2|t*2L."""
         if not self.stages:
             return None
-        chunks = "|".join(f"t*{layers}" for layers in self.stages)
+        chunks = "|".join(f"t*{layers}" if layers else "" for layers in self.stages)
         return f"E{chunks}L"
 
     def flags(self, precision: str = "bf16") -> list[str]:
@@ -217,8 +228,11 @@ class Plan:
             extra = extra[:1]
         extra = ",".join(map(str, extra))
         full = self.recompute == "full"
+        of_mlp = self.recompute == "mlp"
+        granularity = "selective" if of_mlp else self.recompute
         layers = self.recompute_layers
         is_2bw = self.schedule == "2bw"
+        leaner = self.memory != "two-slots"
         return command_line(
             (
                 True,
@@ -238,11 +252,13 @@ class Plan:
                 f"--num-virtual-stages-per-pipeline-rank {self.virtual}",
             ),
             (self.sequence_parallel, "--sequence-parallel"),
-            (self.recompute != "none", f"--recompute-granularity {self.recompute}"),
+            (self.recompute != "none", f"--recompute-granularity {granularity}"),
+            (of_mlp, "--recompute-modules mlp moe"),
             (full, f"--recompute-method uniform --recompute-num-layers {layers}"),
             (is_2bw, f"--two-bw-late {self.pipeline.late}"),
             (is_2bw and not self.corrected, "--two-bw-correction none"),
-            (self.memory != "two-slots", f"--two-bw-memory {self.memory}"),
+            (leaner and is_2bw, f"--two-bw-memory {self.memory}"),
+            (leaner and not is_2bw, OFFLOAD),
             (any(self.extra), f"--two-bw-extra-warmup {extra}"),
             (self.gpipe_round, f"--gpipe-round {self.gpipe_round}"),
             (self.distributed_optimizer, "--use-distributed-optimizer"),

@@ -1,13 +1,14 @@
 """The typed reading of the files that describe a model or a cluster: a mapping becomes
 a dataclass."""
 
+import re
 import tomllib
 from importlib.resources import files
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, Le
 
-from megatron_2bw.base.errors import UserError
+from megatron_2bw.base.errors import UserError, did_you_mean
 
 Count = Annotated[int, Ge(1)]
 Positive = Annotated[float, Gt(0)]
@@ -26,6 +27,11 @@ class Described:
     }
 
 
+def plain(name: str) -> str:
+    """A name without case, blanks and punctuation: rtx4090."""
+    return re.sub(r"[\W_]", "", name.lower())
+
+
 def data_file(name: str) -> dict[str, dict[str, Any]]:
     """A TOML file of this folder."""
     return tomllib.loads(files(__package__).joinpath(name).read_text())
@@ -41,6 +47,16 @@ def presets(name: str) -> dict[str, dict[str, Any]]:
             if "like" in entry:
                 table[name] = shared[entry.pop("like")] | entry
     return tables
+
+
+def named[Kind](presets: dict[str, Kind], name: str, flag: str) -> Kind:
+    """The preset of a name as people write it. UserError lists the names."""
+    for known, preset in presets.items():
+        if plain(known) == plain(name.rpartition("/")[2]):
+            return preset
+    raise UserError(
+        f"{flag} {name}: not one of {', '.join(presets)}, and no file{did_you_mean(name, presets)}"
+    )
 
 
 def described[Kind](kind: type[Kind], entries: Any, where: str) -> Kind:

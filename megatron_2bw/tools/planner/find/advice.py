@@ -6,7 +6,6 @@ plan by more than the error and the delay's cost in convergence.
 """
 
 import itertools
-from dataclasses import replace
 
 from megatron_2bw.tools.planner.descriptions.plan import Plan
 from megatron_2bw.tools.planner.find.search import Search
@@ -33,15 +32,14 @@ def ranked(search: Search, count: int) -> tuple[list[Plan], int]:
         return [], 0
     within = 1 + tie(search.cost.cluster.device.error)
     seconds, plan = fastest[0]
-    exact = search.space.exact
-    if exact and not _exact(plan):
-        space = replace(search.space, schedules=exact)
+    if not plan.exact:
+        space = search.space.exact
         limit = seconds * (1 + DELAY) * within
         further = Search(search.cost, space, limit=limit)
         fastest += itertools.islice(further, count)
     scores = {}
     for seconds, plan in fastest:
-        delay = 0 if _exact(plan) else DELAY
+        delay = 0 if plan.exact else DELAY
         scores[plan] = seconds * (1 + delay)
     limit = min(scores.values()) * within
     plans = sorted(scores, key=scores.__getitem__)
@@ -49,10 +47,6 @@ def ranked(search: Search, count: int) -> tuple[list[Plan], int]:
     others = plans[len(ties) :]
     advised = sorted(ties, key=_burden) + others
     return advised[:count], min(len(ties), count)
-
-
-def _exact(plan: Plan) -> bool:
-    return plan.pipeline.flushes
 
 
 def _burden(plan: Plan) -> tuple[bool, int]:
@@ -70,4 +64,4 @@ def _burden(plan: Plan) -> tuple[bool, int]:
         plan.memory != "two-slots",
         plan.gpipe_round,
     )
-    return not _exact(plan), sum(map(bool, choices))
+    return not plan.exact, sum(map(bool, choices))

@@ -31,11 +31,12 @@ def violations(
     if precision == "bf16" and not bf16:
         yield "the GPU has no bf16: use --precision fp16"
     if plan.memory != "two-slots" and plan.schedule != "2bw":
-        yield "--two-bw-memory without 2bw"
-    if plan.memory == "shard" and not plan.distributed_optimizer:
+        if plan.memory != "host" or plan.schedule != "megatron":
+            yield "--two-bw-memory without 2bw"
+        elif not plan.distributed_optimizer:
+            yield "--optimizer-cpu-offload without the distributed optimizer"
+    elif plan.memory == "shard" and not plan.distributed_optimizer:
         yield "--two-bw-memory shard without the distributed optimizer"
-    if plan.schedule == "pipedream":
-        yield from _pipedream(plan, model, precision)
 
 
 def may_divide_sequences(model: Model) -> bool:
@@ -112,14 +113,3 @@ def _too_few_microbatches(plan: Plan) -> bool:
     if plan.virtual > 1:
         return plan.microbatches % plan.depth > 0
     return plan.microbatches == 0
-
-
-def _pipedream(plan: Plan, model: Model, precision: str) -> Iterator[str]:
-    if plan.distributed_optimizer:
-        yield "pipedream with the distributed optimizer"
-    if model.experts:
-        yield "pipedream with --num-experts"
-    if plan.depth > 1 and model.tied:
-        yield "pipedream with tied embeddings"
-    if precision == "fp16":
-        yield "pipedream with fp16 and dynamic loss scale"

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 from megatron_2bw.run.flags.correction_notes import most_late, percent_of
 from megatron_2bw.tools.planner.cost.bounds import work_bound
@@ -20,7 +21,9 @@ from megatron_2bw.tools.planner.find.legality import (
     may_divide_sequences,
     violations,
 )
-from megatron_2bw.tools.planner.find.space import LATE, Space
+from megatron_2bw.tools.planner.find.space import Space
+
+_most_late = lru_cache(most_late)
 
 
 class Search:
@@ -108,11 +111,11 @@ class Search:
             return
         for variant in self.variants(scheduled):
             plan = self._leaner(variant)
-            self._put_bound(bound, plan)
-            ahead = self.cost.bound_ahead(plan) if self.space.extra_warmup else None
-            if ahead is not None:
-                seconds = ahead / plan.global_batch
-                self._put(max(seconds, bound), "ahead", plan)
+            # Without extra warm-up pipedream-flush is the same with less memory.
+            if plan.late != 0:
+                self._put_bound(bound, plan)
+            if plan.schedule == "2bw" and self.space.extra_warmup:
+                self._put(bound, "ahead", plan)
 
     def _simulate(self, bound: float, plan: Plan) -> None:
         """Enter the plan with its time, if it fits."""
@@ -131,20 +134,23 @@ class Search:
             self._put_bound(bound, plan.changed(gpipe_round=size))
 
     def _leaner(self, plan: Plan) -> Plan:
-        """Where two gradient slots of 2bw do not fit: one and a shard, or the optimizer
-        on a host that holds it."""
-        if plan.schedule != "2bw" or plan.memory != "two-slots":
-            return plan
-        if self.cost.fits(plan):
+        """The plan; where it does not fit, with one slot and a shard (2bw), or with the
+        optimizer on a host that holds it (2bw and Megatron's schedule)."""
+        if plan.memory != "two-slots" or self.cost.fits(plan):
             return plan
         allowed = self.space.memory
-        shard = plan.changed(memory="shard")
-        may_shard = plan.distributed_optimizer and "shard" in allowed
-        if may_shard and self.cost.fits(shard):
-            return shard
-        may_leave = "host" in allowed and plan.correction != "predict"
-        if may_leave and self.cost.host_holds(plan):
-            return plan.changed(memory="host")
+        is_2bw = plan.schedule == "2bw"
+        if is_2bw and plan.distributed_optimizer and "shard" in allowed:
+            shard = plan.changed(memory="shard")
+            if self.cost.fits(shard):
+                return shard
+        host = plan.changed(memory="host")
+        may_leave = is_2bw and plan.correction != "predict"
+        if plan.schedule == "megatron" and True in self.space.distributed_optimizer:
+            may_leave = plan.distributed_optimizer or plan.replicas == 1
+            host = host.changed(distributed_optimizer=True)
+        if may_leave and "host" in allowed and self.cost.host_holds(host):
+            return host
         return plan
 
     def _shape_bound(self, plan: Plan) -> float:
@@ -157,7 +163,7 @@ class Search:
     def _leanest(self, shape: Plan) -> Plan:
         """A plan of the shape with little memory, which may be the smallest of all."""
         return shape.changed(
-            schedule=min(self.space.schedules, key=LATE.__contains__),
+            schedule=min(self.space.schedules, key="2bw".__eq__),
             distributed_optimizer=shape.replicas > 1
             and True in self.space.distributed_optimizer,
         )
@@ -184,7 +190,7 @@ class Search:
         reduction, update = self._least_end(plan)
         if plan.schedule == "2bw":
             seconds = max(seconds, reduction)
-        elif plan.schedule != "pipedream":
+        else:
             seconds += update if plan.schedule == "megatron" else update + reduction
         return seconds / plan.global_batch
 
@@ -259,8 +265,13 @@ class Search:
     def split(self, shape: Plan) -> Iterator[Plan]:
         """The shape with its layers divided."""
         whole_stages = shape.recompute_layers > 1
+        splits = []
         for first, last in self.splits(shape.depth):
-            split = shape.changed(first=first, last=last)
+            splits.append(shape.changed(first=first, last=last))
+        stages = self._without_last(shape.depth)
+        if stages:
+            splits.append(shape.changed(first=0, last=0, stages=stages))
+        for split in splits:
             longest = max(split.layers_of(self.model))
             if not whole_stages:
                 yield split
@@ -294,6 +305,17 @@ class Search:
                     splits.append(pair)
         return splits
 
+    def _without_last(self, depth: int) -> tuple[int, ...]:
+        """The layers of stages of which the last one has the output layer alone, which
+        takes as long as several layers with a large vocabulary; () for none."""
+        layers = self.model.layers
+        others = depth - 1
+        if not others or not self.space.uneven or layers < others:
+            return ()
+        each = math.ceil(layers / others)
+        first = layers - each * (others - 1)
+        return (first, *[each] * (others - 1), 0) if first > 0 else ()
+
     def variants(self, plan: Plan) -> Iterator[Plan]:
         """The plan in each rank order, with and without the distributed optimizer;
         without extra warm-up."""
@@ -314,9 +336,7 @@ class Search:
                 yield plan
                 yield from self._interleaved(plan)
             # on one stage the others equal Megatron's schedule without its overlap
-            elif (
-                plan.depth > 1 or schedule == "pipedream" or "megatron" not in schedules
-            ):
+            elif plan.depth > 1 or "megatron" not in schedules:
                 yield plan
 
     def _two_bw(self, plan: Plan) -> Iterator[Plan]:
@@ -327,22 +347,20 @@ class Search:
             yield from self._late(plan.changed(memory=memory))
 
     def _late(self, plan: Plan) -> list[Plan]:
-        """The plan with the most late microbatches whose gap is small enough, and with
-        all on predicted weights."""
+        """The plan with the most late microbatches whose gap is small enough, with all
+        on predicted weights, and with none."""
         most = self.space.max_gap
         if most is None:
             return [plan]
-        plans = []
+        plans = [plan.changed(late=0)]
         tokens = plan.global_batch * self.model.sequence
-        late = most_late(tokens, plan.microbatches, most)
+        late = _most_late(tokens, plan.microbatches, most)
         if late:
             plans.append(plan.changed(late=late, corrected=True))
         predicted = plan.changed(corrected=True)
         if predicted.correction == "predict":
             if percent_of(tokens, 1.0, "predict") <= most:
                 plans.append(predicted)
-        if not plans:
-            self.causes.add("--max-gap allows no late microbatch")
         return plans
 
     def _interleaved(self, plan: Plan) -> Iterator[Plan]:
@@ -366,11 +384,7 @@ class Search:
 
     def _optimizers(self, plan: Plan) -> tuple[bool, ...]:
         choices = self.space.distributed_optimizer
-        if plan.replicas == 1:
-            return choices[:1]
-        if plan.schedule == "pipedream":
-            return tuple(choice for choice in choices if not choice)
-        return choices
+        return choices[:1] if plan.replicas == 1 else choices
 
 
 def _key(plan: Plan) -> tuple[int, int, int, int, str]:
@@ -402,19 +416,15 @@ def on_fewer(
     """(costs there, seconds per sample, plan) on the part of the cluster with the
     fastest plan, if it takes less than `limit` seconds per sample.
 
-    The parts: fewer servers (of many servers, counts with more factors of two), or
-    fewer GPUs of every server.
+    The parts: fewer servers (of many servers, powers of two), or fewer GPUs of every
+    server.
     """
     servers = cost.cluster.servers
     per_server = cost.cluster.gpus_per_server
-    counts = set(range(1, servers))
-    if servers > 8:
-        counts = set()
-        for k in range(20):
-            counts |= {servers >> k, servers >> k << k}
-        counts -= {0, servers}
-    parts = [(count, per_server) for count in counts]
-    parts += [(servers, count) for count in range(1, per_server)]
+    parts = [(servers, count) for count in range(1, per_server)]
+    for count in range(1, servers):
+        if servers <= 8 or math.log2(count).is_integer():
+            parts.append((count, per_server))
     best = None
     for part in sorted(parts, key=math.prod, reverse=True):
         on_part = replace(cost, cluster=cost.cluster.part(*part))

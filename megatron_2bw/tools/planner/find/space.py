@@ -1,15 +1,17 @@
 """The choices of a search. Pure Python."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
 
 from megatron_2bw.tools.planner.descriptions.plan import RECOMPUTE
 
-# The user must ask for the others: no-pipelining has the largest bubble, and pipedream's
-# delays differ by stage.
-PLANNED = ("2bw", "pipedream-flush", "gpipe", "megatron")
+PLANNED = ("2bw", "pipedream-flush", "megatron")
+# with larger bubbles than 1F1B: on request
+OTHERS = ("gpipe", "no-pipelining")
 RECOMPUTES = (*RECOMPUTE, "stage")
 MEMORY = ("two-slots", "one-slot", "shard", "host")
-LATE = ("2bw", "pipedream")  # schedules whose gradients are late
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Space:
                   the others
     extra_warmup  for each plan of 2bw also the plan with the extra warm-up that hides
                   its messages (Cost.extra_warmup)
-    memory        of 2bw. "shard" and "host" are tried where two-slots does not fit
+    memory        of 2bw. "shard" and "host" are tried where two-slots does not fit,
+                  and "host" for Megatron's schedule too
     max_gap       of 2bw with the correction auto, in per cent of the loss
                   (run/flags/correction_notes.py); None: the paper's 2bw, all late and
                   without a correction
@@ -55,6 +58,6 @@ class Space:
     grad_reduce_in_bf16: bool = False
 
     @property
-    def exact(self) -> tuple[str, ...]:
-        """The schedules whose gradients are not late."""
-        return tuple(name for name in self.schedules if name not in LATE)
+    def exact(self) -> Space:
+        """The plans without late gradients."""
+        return replace(self, max_gap=-math.inf)

@@ -38,20 +38,26 @@ SHARE_LIMIT = 0.95  # of the peak and of the bandwidth
 def predict(cluster: Cluster, runs: Sequence[MeasuredRun]) -> list[float]:
     """Seconds per iteration of each run on `cluster`, with the run's number of
     servers."""
-    costs = {}
-    seconds = []
+    pairs = zip(_costs(cluster, runs), runs)
+    return [cost.seconds(run.plan) for cost, run in pairs]
+
+
+def _costs(cluster: Cluster, runs: Sequence[MeasuredRun]) -> list[Cost]:
+    """The cost of each run's model; equal ones are one object."""
+    known = {}
+    costs = []
     for run in runs:
         servers = -(-run.plan.gpus // cluster.gpus_per_server)
         key = (run.model, servers, run.precision, run.flash)
-        if key not in costs:
-            costs[key] = Cost(
+        if key not in known:
+            known[key] = Cost(
                 model=run.model,
                 cluster=replace(cluster, servers=servers),
                 precision=run.precision,
                 flash=run.flash,
             )
-        seconds.append(costs[key].seconds(run.plan))
-    return seconds
+        costs.append(known[key])
+    return costs
 
 
 def calibrate(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Cluster:
@@ -129,14 +135,8 @@ def memory_errors(cluster: Cluster, runs: Sequence[MeasuredRun]) -> list[float]:
     """Predicted over measured memory of the heaviest stage, less one, of the runs with
     a measured one."""
     errors = []
-    for run in runs:
+    for cost, run in zip(_costs(cluster, runs), runs):
         if run.memory:
-            cost = Cost(
-                model=run.model,
-                cluster=cluster,
-                precision=run.precision,
-                flash=run.flash,
-            )
             predicted = cost.memory.heaviest(run.plan) / GIB
             errors.append(predicted / run.memory - 1)
     return errors

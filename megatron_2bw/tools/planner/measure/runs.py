@@ -80,33 +80,35 @@ OPTIONAL = [name for name in MODEL | PLAN | REST if name not in _OTHERS]
 
 def is_log(path: Path) -> bool:
     """Whether the path is a log, or a folder of logs."""
-    return path.is_dir() or f"*{path.suffix}" in LOGS
+    return path.suffix != ".csv"
 
 
 def read(paths: Sequence[Path]) -> list[MeasuredRun]:
-    """The runs of CSV files, of logs, and of folders: their logs with Megatron's
-    arguments, else their `output`."""
+    """The runs of CSV files, of logs, and of folders: their runs' `output`, or their
+    logs with Megatron's arguments."""
     runs = []
     for path in paths:
-        if path.is_dir():
+        if not is_log(path):
+            runs += read_runs(path)
+        elif path.is_dir():
             runs += map(read_log, _logs(path))
         else:
-            runs += [read_log(path)] if is_log(path) else read_runs(path)
+            runs.append(read_log(path))
     return runs
 
 
 def _logs(folder: Path) -> list[Path]:
-    records = {log.parent for log in folder.rglob("rank-0.txt")}
+    records = sorted({log.parent for log in folder.rglob("rank-0.txt")})
     logs = []
     for name in LOGS:
-        for log in folder.rglob(name):
-            if log.parent not in records and _arguments(_text(log), log):
+        for log in sorted(folder.rglob(name)):
+            if _arguments(_text(log), log):
                 logs.append(log)
     if not logs and not records:
         raise UserError(
             f"{folder}: no log with Megatron's arguments ({', '.join(LOGS)})"
         )
-    return sorted(logs or records)
+    return records or logs
 
 
 def read_runs(path: Path) -> list[MeasuredRun]:

@@ -12,7 +12,7 @@ from functools import cached_property
 from operator import attrgetter
 
 from megatron_2bw.run.flags.correction_notes import gap, nearest, percent_of
-from megatron_2bw.tools.planner.cost.memory import GIB, StageMemory
+from megatron_2bw.tools.planner.cost.memory import CONTEXT, GIB, StageMemory
 from megatron_2bw.tools.planner.cost.simulated import Cost, Estimate, Split
 from megatron_2bw.tools.planner.descriptions.cluster import Link
 from megatron_2bw.tools.planner.descriptions.plan import Plan
@@ -20,6 +20,9 @@ from megatron_2bw.tools.planner.find.advice import tie
 from megatron_2bw.tools.planner.find.search import Search
 from megatron_2bw.tools.planner.find.space import Space
 
+# of the time per sample: what a plan on fewer GPUs, or with less memory left free, must
+# save to be named
+MIN_GAIN = 0.01
 MEASURED = "MEASURED"
 ESTIMATED = "ESTIMATED"
 TERMS = [field.name for field in fields(Split)]
@@ -31,10 +34,14 @@ c, e: context-, expert-parallel size (--context-parallel-size, --expert-model-pa
 ranks: neighbours are the replicas of a stage (dp-pp), or a pipeline's stages (pp-dp, --use-tp-pp-dp-mapping).
 2bw K2: two microbatches of a batch are late (--two-bw-late). 2bw +3: three extra warm-up forwards on the first stage
 hide messages (--two-bw-extra-warmup).
-2bw shard: the second gradient slot is the own shard (--two-bw-memory shard). 2bw host: main weights and
-Adam's moments are in host memory, where the step runs (--two-bw-memory host).
+2bw shard: the second gradient slot is the own shard (--two-bw-memory shard). host: main weights and Adam's
+moments are in host memory, where the step runs (--two-bw-memory host, --optimizer-cpu-offload).
 gpipe round N: N microbatches at a time, as many as fit, with a bubble after each round (--gpipe-round).
 layers: per stage, or first/middle/last. optim. sharded: --use-distributed-optimizer. TF: 10^12 operations."""
+NEXT = (
+    "Next: --script run.sh or --sbatch job.sbatch writes a job of the best plan, --json plan.json the file of "
+    "`megatron-2bw train gpt plan.json`, --report DIR a page; --verbose shows flags, causes of the time, and sources."
+)
 CAVEAT = """\
 The plans assume that the given global batch is the largest that is safe for convergence: throughput grows with the
 batch, so a larger, unsafe batch would look better here. The gradients of 2bw are late by one update (delay 1): check
@@ -55,30 +62,49 @@ class Result:
     def fastest(self) -> dict[str, Estimate | None]:
         """The fastest plan of 2bw, and the fastest exact one: from the table or by a
         further search."""
-        found = {}
+        late = replace(self.space, schedules=("2bw",))
+        found = {"exact": self._best(self.space.exact, True)}
         if "2bw" in self.space.schedules:
-            found["2bw"] = self._best(("2bw",))
-        if self.space.exact:
-            found["exact"] = self._best(self.space.exact)
+            found["2bw"] = self._best(late, False)
         return found
 
-    def _best(self, schedules: tuple[str, ...]) -> Estimate | None:
-        listed = []
-        for estimate in self.estimates:
-            if estimate.plan.schedule in schedules:
-                listed.append(estimate)
-        if listed:
-            return max(listed, key=attrgetter("throughput"))
-        space = replace(self.space, schedules=schedules)
+    @cached_property
+    def tight(self) -> Estimate | None:
+        """The fastest plan that fits if nothing but CUDA's context stays free, if it is
+        faster than the first."""
+        cost = self.cost
+        if cost.margin is not None:
+            return None
+        whole = replace(cost, margin=_least_margin(cost))
+        limit = (1 - MIN_GAIN) / self.estimates[0].throughput
+        for _, plan in Search(whole, self.space, limit=limit):
+            return whole.estimate(plan)
+        return None
+
+    def _best(self, space: Space, exact: bool) -> Estimate | None:
+        top = max(self.estimates, key=attrgetter("throughput"))
+        if top.plan.exact == exact:
+            return top
         for _, plan in Search(self.cost, space):
             return self.cost.estimate(plan)
         return None
 
 
+def _least_margin(cost: Cost) -> float:
+    return CONTEXT / GIB / cost.cluster.device.memory_gib
+
+
 def text(result: Result) -> str:
-    """The first plan, and the tables of late microbatches and of the plans."""
-    parts = [first(result), dial_table(result), table(result)]
+    """The answer, on one screen: the best plan and what 2bw gains, the plans, the late
+    microbatches, and what to do next."""
+    parts = [first(result), plan_table(result), dial_table(result), wrapped(NEXT, "")]
     return "\n\n".join(filter(None, parts))
+
+
+def details(result: Result) -> str:
+    """All other columns of the plans, and the meaning and the sources of the
+    numbers."""
+    return "\n\n".join([time_table(result), evidence(result.cost), CAVEAT])
 
 
 def gpus(cost: Cost) -> str:
@@ -125,44 +151,47 @@ def _percent(share: float, digits: int = 0) -> str:
 
 
 PLAN_COLUMNS = (
-    "# schedule t d w b m recompute optim. ranks layers batch samples/s tok/s/GPU "
-    "TF/s/GPU"
+    "# schedule t d w b m recompute layers batch samples/s iteration memory"
 ).split()
+TIME_COLUMNS = "# optim. ranks tok/s/GPU TF/s/GPU".split()
 
 
-def table(result: Result) -> str:
-    """The ranked plans: choices and throughput; then the causes of an iteration's time,
-    and the memory."""
+def plan_table(result: Result) -> str:
+    """The ranked plans: choices, throughput, memory of the heaviest stage."""
     cost = result.cost
-    error = cost.cluster.device.error
-    plans = [PLAN_COLUMNS]
-    times = [["#", "iteration", *TERMS, "heaviest"]]
-    for rank, estimate in enumerate(result.estimates, 1):
-        place = "1=" if rank <= result.ties > 1 else str(rank)
-        plans.append([place, *_plan_cells(cost, estimate)])
-        times.append([place, *_time_cells(estimate)])
+    rows = [PLAN_COLUMNS]
+    for place, estimate in _ranked(result):
+        rows.append([place, *_plan_cells(cost, estimate)])
     attention = "flash attention"
     if not cost.flash:
         attention = "attention that keeps its scores"
     if cost.torch_adam:
         attention += ", torch's Adam"
-    name = cost.model.name
-    lines = [
-        f"Plans for {name} on {gpus(cost)}, fastest first, ties by simplicity (ESTIMATED)",
-        f"{cost.precision}, sequences of {cost.model.sequence}, {attention}.",
-        *aligned(plans, {1, 7, 8, 9, 10}),
-        LEGEND,
-    ]
+    title = (
+        f"Plans for {cost.model.name} on {gpus(cost)}, fastest first ({ESTIMATED}; {cost.precision}, "
+        f"sequences of {cost.model.sequence}, {attention})"
+    )
+    lines = [*textwrap.wrap(title, 118), *aligned(rows, {1, 7, 8})]
     if result.ties > 1:
-        tied = f"1=: within {_percent(tie(error))} of the fastest, a tie."
-        lines.append(f"{tied} Exact schedules and simpler plans are first.")
-    lines += [
-        "",
-        "Where an iteration's time goes, and the memory of the heaviest stage",
-        *aligned(times, set()),
-        f"Of measured times nine of ten are within {_percent(error)} of the estimate.",
-    ]
+        within = _percent(tie(cost.cluster.device.error))
+        lines.append(
+            f"1=: within {within} of the fastest, a tie. Exact schedules and simpler plans are first."
+        )
     return "\n".join(lines)
+
+
+def time_table(result: Result) -> str:
+    """The causes of an iteration's time, and the other choices."""
+    rows = [[*TIME_COLUMNS, *TERMS]]
+    for place, estimate in _ranked(result):
+        rows.append([place, *_time_cells(result.cost, estimate)])
+    title = "Where an iteration's time goes"
+    return "\n".join([title, *aligned(rows, {1, 2}), LEGEND])
+
+
+def _ranked(result: Result) -> Iterator[tuple[str, Estimate]]:
+    for rank, estimate in enumerate(result.estimates, 1):
+        yield "1=" if rank <= result.ties > 1 else str(rank), estimate
 
 
 def _plan_cells(cost: Cost, estimate: Estimate) -> list[str]:
@@ -172,7 +201,6 @@ def _plan_cells(cost: Cost, estimate: Estimate) -> list[str]:
         tensor += f" c{plan.context}"
     if plan.expert > 1:
         tensor += f" e{plan.expert}"
-    each = estimate.throughput / plan.gpus
     return [
         plan.schedule_name,
         tensor,
@@ -181,21 +209,26 @@ def _plan_cells(cost: Cost, estimate: Estimate) -> list[str]:
         str(plan.microbatch),
         str(plan.microbatches),
         plan.recompute_name,
-        "sharded" if plan.distributed_optimizer else "whole",
-        "pp-dp" if plan.pipeline_inside else "dp-pp",
         _layers(plan.layers_of(cost.model)),
         str(plan.global_batch),
         three(estimate.throughput),
-        three(each * cost.model.sequence),
-        three(each * cost.model.sample_flops() / 1e12),
+        f"{three(estimate.seconds)} s",
+        gib(estimate.heaviest),
     ]
 
 
-def _time_cells(estimate: Estimate) -> list[str]:
-    cells = [f"{three(estimate.seconds)} s"]
+def _time_cells(cost: Cost, estimate: Estimate) -> list[str]:
+    plan = estimate.plan
+    each = estimate.throughput / plan.gpus
+    cells = [
+        "sharded" if plan.distributed_optimizer else "whole",
+        "pp-dp" if plan.pipeline_inside else "dp-pp",
+        three(each * cost.model.sequence),
+        three(each * cost.model.sample_flops() / 1e12),
+    ]
     for time in astuple(estimate.split):
         cells.append(_percent(time / estimate.seconds, 1))
-    return [*cells, gib(estimate.heaviest)]
+    return cells
 
 
 def _layers(stages: list[int]) -> str:
@@ -216,31 +249,26 @@ def dial_table(result: Result) -> str:
     plan = estimate.plan
     count = plan.microbatches
     tokens = plan.global_batch * cost.model.sequence
-    exact = plan.changed(
-        schedule="pipedream-flush",
-        memory="two-slots",
-        extra_warmup=(),
-        late=None,
-        corrected=False,
-    )
-    ahead = min(plan.pipeline.ahead(plan.shape, 0), count)
-    numbers = {1, count // 4, count // 2, ahead, plan.late or count, count} - {0}
-    rows = [["late", "samples/s", "gap"], [f"0 of {count}", _rate_of(cost, exact), "0"]]
+    ahead = plan.pipeline.ahead(plan.shape, 0)
+    numbers = {0, 1, count // 4, count // 2, ahead, plan.late or count, count}
+    late_row = ["late"]
+    rate_row = ["samples/s"]
+    gap_row = ["gap"]
     for late in sorted(numbers):
+        if late > count:
+            continue
         other = plan.changed(late=None if late == count else late)
+        rate = three(plan.global_batch / cost.seconds(other))
         percent = percent_of(tokens, late / count, other.correction)
-        rate_of = _rate_of(cost, other)
-        rows.append([f"{late} of {count}", rate_of, f"{percent:+.1f} %"])
+        late_row.append(f"{late} of {count}")
+        rate_row.append(rate if cost.fits(other) else f"({rate})")
+        gap_row.append(f"{percent:+.1f} %")
     title = (
-        f"{plan.title} by its late microbatches ({ESTIMATED}), and the gap of a small GPT at "
-        f"{nearest(tokens):,} tokens a batch (--max-gap; docs/convergence.md)"
+        f"{plan.title} by its late microbatches (--two-bw-late), and the gap of a small GPT at {nearest(tokens):,} "
+        "tokens a batch (--max-gap; in brackets: does not fit)"
     )
-    return "\n".join([title, *aligned(rows, {0})])
-
-
-def _rate_of(cost: Cost, plan: Plan) -> str:
-    rate = three(plan.global_batch / cost.seconds(plan))
-    return rate if cost.fits(plan) else f"{rate}, does not fit"
+    rows = [late_row, rate_row, gap_row]
+    return "\n".join([*textwrap.wrap(title, 118), *aligned(rows, {0})])
 
 
 # --- words
@@ -258,25 +286,39 @@ def wrapped(text: str, mark: str = "- ") -> str:
 
 
 def first(result: Result) -> str:
-    """The first plan, and what 2bw gains over a flush and costs."""
+    """The first plan, what 2bw gains over a flush and costs, and a faster plan that may
+    fit."""
     winner = result.estimates[0]
     allowed = winner.capacity / GIB
-    sizes = f"{gib(winner.heaviest)} of {allowed:.2f} allowed ({ESTIMATED})"
-    speed = three(winner.throughput)
-    text = f"Best: {winner.plan.title}, {speed} samples/s, {sizes}."
+    speed = (
+        f"{three(winner.throughput)} samples/s, {three(winner.seconds)} s an iteration"
+    )
+    error = _percent(result.cost.cluster.device.error)
+    text = (
+        f"Best: {winner.plan.title}, {speed}, {gib(winner.heaviest)} of {allowed:.2f} allowed ({ESTIMATED}: nine of "
+        f"ten measured times are within {error})."
+    )
     texts = [text, *on_host(result.cost, winner.plan), *gain(result)]
+    tight = result.tight
+    if tight:
+        memory = result.cost.cluster.device.memory_gib
+        margin = _least_margin(result.cost)
+        ratio = tight.throughput / winner.throughput
+        texts.append(
+            f"May fit, with --memory-margin {margin:.2f}: {tight.plan.title}, {ratio:.2f} times as "
+            f"fast, {gib(tight.heaviest)} of the card's {memory:g}."
+        )
     return "\n".join(wrapped(text, "") for text in texts)
 
 
 def on_host(cost: Cost, plan: Plan) -> Iterator[str]:
-    """What the step in host memory takes, and whether the next batch hides it."""
+    """What the optimizer takes in host memory."""
     if plan.memory == "host":
         memory = max(cost.memory.host_bytes(plan)) / GIB
         step = three(cost.times(plan).step)
-        window, _ = cost.window(plan)
         yield (
-            f"The optimizer takes {memory:.1f} GiB of host memory for a GPU. Its step takes {step} s, "
-            f"and the next batch hides {three(window)} s ({ESTIMATED}; docs/host_memory.md)."
+            f"The optimizer takes {memory:.1f} GiB of host memory for a GPU, and its step {step} s, which 2bw overlaps "
+            f"with the next batch ({ESTIMATED}; docs/host_memory.md)."
         )
 
 
@@ -296,7 +338,7 @@ def gain(result: Result) -> Iterator[str]:
         tokens = plan.global_batch * result.cost.model.sequence
         loss = gap(tokens, count / plan.microbatches, plan.correction)
         yield (
-            f"2bw against a flush: {rate(late)} is {ratio:.2f} times as fast as {rate(exact)}. "
+            f"2bw: {rate(late)} is {ratio:.2f} times as fast as the fastest exact plan, {rate(exact)}. "
             f"{count} of {plan.microbatches} microbatches are late by one update: {loss}."
         )
 
@@ -320,8 +362,6 @@ def evidence(cost: Cost) -> str:
         "bubble": f"{ESTIMATED}, simulation of the schedule",
         "memory": f"{ESTIMATED}, formulas by stage; {memory}",
     }
-    if cluster.servers == 1:
-        del sources["messages between servers"]
     lines = []
     for name, source in sources.items():
         lines.append(wrapped(f"{name}: {source}"))

@@ -8,7 +8,6 @@ last, so they take precedence.
 import os
 import re
 import shlex
-import textwrap
 from pathlib import Path
 
 from megatron_2bw.base.argv import groups
@@ -140,8 +139,6 @@ def _about(cost: Cost, estimate: Estimate) -> str:
         )
     ]
     lines.append(f"{plan.schedule}, {sizes}, {batch}.")
-    for text in training.about(cost, estimate):
-        lines += textwrap.wrap(text, 110, break_on_hyphens=False)
     return "\n".join(f"# {line}" for line in lines)
 
 

@@ -1,11 +1,9 @@
 """Why there is no plan, and what to do. Pure Python."""
 
 import math
-from operator import attrgetter
 
 from megatron_2bw.tools.planner.cost.memory import GIB
 from megatron_2bw.tools.planner.cost.simulated import Cost
-from megatron_2bw.tools.planner.descriptions.cluster import GPUS
 from megatron_2bw.tools.planner.find.search import Search
 from megatron_2bw.tools.planner.find.space import Space
 from megatron_2bw.tools.planner.tell.explain import ESTIMATED, gib, gpus
@@ -17,8 +15,9 @@ def nothing_fits(cost: Cost, space: Space) -> str:
     search = Search(cost, space)
     next(iter(search), None)
     if not search.too_large:
-        causes = "; ".join(sorted(search.causes))
-        causes = causes or "no product of the sizes that the flags name is their number"
+        causes = "; ".join(sorted(search.causes)) or (
+            "no product of the sizes that the flags name is their number"
+        )
         return f"No plan is legal on {gpus(cost)} with a global batch of {space.batch}: {causes}."
     smallest = min(search.too_large, key=cost.gpu_bytes)
     need = gib(cost.memory.heaviest(smallest))
@@ -30,11 +29,4 @@ def nothing_fits(cost: Cost, space: Space) -> str:
         "Exclude fewer choices, leave less free (--memory-margin), take more GPUs, a shorter sequence, a smaller model"
     )
     size = math.ceil(10 * cost.gpu_bytes(smallest) / GIB) / 10
-    larger = []
-    for gpu in GPUS.values():
-        if gpu.memory_gib >= size:
-            larger.append(gpu)
-    if larger:
-        name = min(larger, key=attrgetter("memory_gib", "name")).name
-        text += f", or GPUs of {size:g} GiB or more, such as {name}"
-    return f"{text}."
+    return f"{text}, or GPUs of {size:g} GiB or more."

@@ -9,7 +9,6 @@ import operator
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, astuple
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +30,18 @@ FORWARDS = 250_000  # of a timeline; a simulation and its file take seconds
 def write_report(
     cost: Cost,
     ranked: Sequence[Estimate],
-    cloud: Sequence[Estimate],
     folder: Path,
 ) -> Path:
     """Write index.html to `folder`, which is created if it is missing: the `ranked`
-    plans, the best first, with their timelines, and of `cloud` the fastest of each
-    other name. Raises UserError if it cannot be written."""
+    plans, the best first, with their timelines. Raises UserError if it cannot be
+    written."""
     cluster = cost.cluster
-    plans = {}
-    others = sorted(cloud, key=attrgetter("throughput"), reverse=True)
-    for estimate in (*ranked, *others):
-        plans.setdefault(estimate.plan.title, estimate)
     content = {
         "title": (
             f"{cost.model.name} on {cluster.servers} × {cluster.gpus_per_server} "
             f"{cluster.device.name}"
         ),
-        "ranked": len(ranked),
-        "plans": [_plan(cost, estimate) for estimate in plans.values()],
+        "plans": [_plan(cost, estimate) for estimate in ranked],
         "timelines": [_timeline(cost, estimate.plan) for estimate in ranked],
     }
     with file_errors(f"--report {folder}"):

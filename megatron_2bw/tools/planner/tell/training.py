@@ -1,13 +1,7 @@
-"""A first training of a plan: Megatron's flags, and what they take in days, tokens and
-GiB. Pure Python.
+"""Megatron's flags of a first training of a plan. Pure Python.
 
-Invariant: the intervals follow from the seconds of an iteration; `flags` and `about`
-name the same ones.
+Invariant: the intervals follow from the seconds of an iteration.
 """
-
-from megatron_2bw.tools.planner.cost.memory import ELEMENT, GIB, bytes_of
-from megatron_2bw.tools.planner.cost.simulated import Cost, Estimate
-from megatron_2bw.tools.planner.descriptions.plan import Plan
 
 ITERATIONS = 100_000
 EVAL_ITERS = 10
@@ -43,36 +37,3 @@ def flags(seconds: float = 0.0) -> list[str]:
         f"--weight-decay 0.1 --clip-grad 1.0 --eval-interval {evaluate} --eval-iters {EVAL_ITERS} "
         f"--log-interval {log} --log-throughput"
     ).split()
-
-
-def checkpoint_bytes(cost: Cost, plan: Plan) -> float:
-    """Bytes of a checkpoint: weights, main weights, Adam's moments; of 2bw also the
-    shadow weights and, with extrapolation, the working copy."""
-    each = bytes_of(cost.precision, plan.grad_reduce_in_bf16)
-    copies = 1 + plan.pipeline.late_step + plan.corrected
-    size = copies * ELEMENT[cost.precision] + each.main + each.moments
-    return cost.model.trained_parameters() * size
-
-
-def about(cost: Cost, estimate: Estimate) -> list[str]:
-    """Sentences about the run that `flags` describes: its length, its checkpoints."""
-    plan = estimate.plan
-    seconds = estimate.seconds
-    tokens = ITERATIONS * plan.global_batch * cost.model.sequence
-    save = save_interval(seconds)
-    evaluate = max(save, LEAST_EVAL_INTERVAL)
-    size = checkpoint_bytes(cost, plan) / GIB
-    each = tokens / cost.model.parameters()
-    return [
-        f"--train-iters {ITERATIONS}: {_time(ITERATIONS * seconds)} by these estimates "
-        f"({_time(seconds)} an iteration), and {tokens / 1e9:.3g} billion tokens, {each:.3g} a parameter.",
-        f"--save-interval {save}: a checkpoint of {size:.3g} GiB every {_time(save * seconds)}. "
-        f"--eval-interval {evaluate}: an evaluation every {_time(evaluate * seconds)}.",
-    ]
-
-
-def _time(seconds: float) -> str:
-    for name, unit in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds:.3g} s"

@@ -5,7 +5,7 @@ import { button, by, cell, copied, element } from "./dom.js";
 import { Stack } from "./stack.js";
 import { number } from "./why.js";
 
-const { title, ranked, plans, timelines } = JSON.parse(by("report").textContent);
+const { title, plans, timelines } = JSON.parse(by("report").textContent);
 const CAUSES = {
   compute: "computing",
   tensor: "tensor parallelism's collectives",
@@ -20,7 +20,7 @@ const three = (rate) => (rate < 100 ? rate.toPrecision(3) : String(rate));
 const sum = (split) => Object.values(split).reduce((one, other) => one + other, 0);
 
 plans.forEach((plan, place) => {
-  plan.rank = place < ranked ? place + 1 : null;
+  plan.rank = place + 1;
   plan.gib = heaviest(plan.memory);
   plan.full = (100 * plan.fullest[0]) / plan.fullest[1];
   plan.bubble = (100 * plan.split.bubble) / sum(plan.split);
@@ -28,7 +28,7 @@ plans.forEach((plan, place) => {
 
 /** name of a column: [its title, the value, how it is written] */
 const COLUMNS = {
-  rank: ["rank", (rank) => rank ?? "–"],
+  rank: ["rank"],
   shown: ["schedule"],
   tensor: ["tensor ranks, t"],
   depth: ["stages, d"],
