@@ -6,7 +6,7 @@ takes about a minute; nothing is run.
 
 Each check has rows of predicted and measured values, a bar, and whether it holds; a
 check that fails stays in the table. The measured tables are in bench/measured/, their
-sources in docs/planner_accuracy.md. The status is 1 if a check fails.
+sources in docs/planner.md. The status is 1 if a check fails.
 """
 
 import os

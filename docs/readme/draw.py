@@ -43,8 +43,9 @@ def draw_schedules(path: Path) -> None:
             span=(0, UNTIL_EIGHT),
             steps=late == 0,
         )
-        heading = "1F1B with a flush: no microbatch late, the loss of vanilla"
+        heading = "1F1B with a flush: none late, 15 slots a batch, the loss of vanilla"
         if late:
+            slots = max(15 - late, 8)
             times = speed(EIGHT.stages, EIGHT.microbatches, late)
             share = late / EIGHT.microbatches
             correction = "predict" if is_all else "auto"
@@ -55,10 +56,10 @@ def draw_schedules(path: Path) -> None:
                     f"{percent_of(tokens, share, correction):+.1f} % at {tokens:,}"
                 )
             heading = (
-                f"{late} {name}: {times:.2f} times as fast; "
+                f"{late} {name}: {slots} slots, {times:.2f} x 1F1B; "
                 f"loss {', '.join(gaps)} tokens a batch"
             )
-        axis.set_title(heading, loc="left", fontsize=7.2)
+        axis.set_title(heading, loc="left", fontsize=6.9)
         axis.tick_params(labelsize=7)
     legend = (
         "8 stages, 8 microbatches; light: forward, dark: backward, colours: batches"
@@ -83,7 +84,11 @@ def draw_results(measured: Path, path: Path) -> None:
     axis.set_xlim(0, 1.12)
     axis.set_xticks([])
     axis.tick_params(axis="y", length=0, labelsize=7.5)
-    axis.set_title("time in which stages compute, d = m = 8", loc="right", fontsize=8.5)
+    title = (
+        "time in which stages compute, d = m = 8\n"
+        "emulated: processes sleep in place of computing"
+    )
+    axis.set_title(title, loc="right", fontsize=7.5)
     axis.spines[["top", "right", "bottom"]].set_visible(False)
     figure.savefig(path, dpi=300)
 

@@ -75,7 +75,7 @@ def test_prose_is_no_wider_than_the_code(page):
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().split()) <= 900
+    assert len((ROOT / "README.md").read_text().split()) <= 700
 
 
 def test_the_notes_that_code_cites_exist():

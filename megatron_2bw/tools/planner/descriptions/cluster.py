@@ -125,7 +125,7 @@ class Device(Described):
     host_gb_s: Positive = 20.0  # bandwidth of that memory,
     pcie_gb_s: Positive = 12.0  # and of copies between it and the GPU
     # 90 % of the predicted times differ from measured ones by a smaller share, on runs
-    # that chose no constant (docs/planner_accuracy.md has them for A100, H100, B200 and
+    # that chose no constant (docs/planner.md has them for A100, H100, B200 and
     # GB200), else assumed; `calibrate` measures it.
     error: Share = 0.25
 
