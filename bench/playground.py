@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/playground.md with Chromium, and serves the built page to
+"""Draws the pictures of docs/playground with Chromium, and serves the built page to
 tests/page.
 
     python bench/playground.py

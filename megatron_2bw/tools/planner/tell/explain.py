@@ -302,10 +302,9 @@ def first(result: Result) -> str:
     tight = result.tight
     if tight:
         memory = result.cost.cluster.device.memory_gib
-        margin = _least_margin(result.cost)
         ratio = tight.throughput / winner.throughput
         texts.append(
-            f"May fit, with --memory-margin {margin:.2f}: {tight.plan.title}, {ratio:.2f} times as "
+            f"May fit, with --memory-margin {_least_margin(result.cost):.2f}: {tight.plan.title}, {ratio:.2f} times as "
             f"fast, {gib(tight.heaviest)} of the card's {memory:g}."
         )
     return "\n".join(wrapped(text, "") for text in texts)
@@ -327,19 +326,19 @@ def rate(estimate: Estimate) -> str:
 
 
 def gain(result: Result) -> Iterator[str]:
-    """What the fastest plan of 2bw gains over the fastest exact one, and what it costs,
-    where both are."""
+    """What the fastest plan with late microbatches gains over the fastest exact one, and
+    what it costs, where both are."""
     late = result.fastest.get("2bw")
-    exact = result.fastest.get("exact")
-    if late and exact:
+    exact = result.fastest["exact"]
+    if late and exact and not late.plan.exact:
         plan = late.plan
         ratio = late.throughput / exact.throughput
         count = plan.pipeline.late_of(plan.microbatches)
         tokens = plan.global_batch * result.cost.model.sequence
-        loss = gap(tokens, count / plan.microbatches, plan.correction)
         yield (
-            f"2bw: {rate(late)} is {ratio:.2f} times as fast as the fastest exact plan, {rate(exact)}. "
-            f"{count} of {plan.microbatches} microbatches are late by one update: {loss}."
+            f"With late microbatches: {rate(late)} is {ratio:.2f} times as fast as the fastest exact plan, "
+            f"{rate(exact)}. {count} of {plan.microbatches} microbatches are late by one update: "
+            f"{gap(tokens, count / plan.microbatches, plan.correction)}."
         )
 
 
