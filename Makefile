@@ -1,9 +1,9 @@
-# make install | demo | test | test-rest | test-all | test-docs | test-device | test-slurm | test-next | oracles | lint | bench | convergence | paper | playground | gpu-check | test-gpu | clean. Everything needs .venv, which is made at the first call.
+# make install | demo | test | test-rest | test-all | test-docs | test-device | test-slurm | test-next | oracles | lint | versions | bench | convergence | paper | playground | gpu-check | test-gpu | clean. Everything needs .venv, which is made at the first call.
 
 PYTHON := .venv/bin/python
 WANTED := $(shell cat .python-version)
 
-.PHONY: help install demo test test-proofs test-rest test-all test-docs test-device test-slurm test-next oracles lint bench convergence paper playground test-playground lint-page gpu-check test-gpu clean
+.PHONY: help install demo test test-proofs test-rest test-all test-docs test-device test-slurm test-next oracles lint versions bench convergence paper playground test-playground lint-page gpu-check test-gpu clean
 
 help:
 	@echo "make install   .venv with all that is needed (about 6 GB, a few minutes)"
@@ -16,6 +16,7 @@ help:
 	@echo "make oracles   compare models and losses with those of megatron-bridge and lm-eval (two minutes; installs both in build/)"
 	@echo "make test-next MEGATRON=DIR  names and bits on another Megatron, such as a checkout of its main branch (two minutes)"
 	@echo "make lint      ruff (check and format), the types of engine/ and schedules/, and the order of the rooms"
+	@echo "make versions  this environment as a row of CONTRIBUTING.md's table of tested versions"
 	@echo "make bench     how busy the stages are under each schedule (a quarter of an hour; needs an idle machine)"
 	@echo "make convergence  the loss of 2BW against vanilla's, recorded in docs/convergence.md (an hour; fails above 0.1 %)"
 	@echo "make paper     every figure and table of the paper: predicted, measured here, its own values (four minutes)"
@@ -116,6 +117,11 @@ lint: install
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	.venv/bin/lint-imports --no-logo
+
+versions: install
+	@$(PYTHON) -c "from importlib.metadata import version; import platform; \
+	    row = [platform.python_version(), *map(version, ['torch', 'megatron-core', 'transformers'])]; \
+	    print('|', ' | '.join([*row, platform.freedesktop_os_release()['PRETTY_NAME']]), '|')"
 
 bench: install
 	$(PYTHON) bench/schedule_efficiency.py --stages 8 --microbatches 8 --json out/bench/all_schedules.json

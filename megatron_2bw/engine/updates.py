@@ -164,7 +164,7 @@ class PendingStep:
 
 class LateUpdate:
     """The update of PipeDream-2BW: batch j's step overlaps batch j + 1 (paper, section
-    3.1; docs/late_step.md).
+    3.1; docs/design.md).
 
     stores  two weight versions
     worker  the thread of the step

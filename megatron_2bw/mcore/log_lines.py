@@ -201,7 +201,7 @@ class LogLines:
                 f"> rank {dist.get_rank()}, before the end of iteration "
                 f"{values['iteration']}: GPU memory ran out, allocator retries: "
                 f"{retries - self._retries}. A retry waits for the whole GPU and can "
-                "hang the run: leave more of it free (docs/late_step.md#limits)",
+                "hang the run: leave more of it free (docs/design.md#limits-of-the-late-step)",
                 flush=True,
             )
         self._retries = retries

@@ -83,7 +83,7 @@ def test_the_notes_that_code_cites_exist():
     for path in (ROOT / "megatron_2bw").rglob("*.py"):
         for note in re.findall(r"\[Note:\s([^\]]+)\]", path.read_text()):
             cited.add(" ".join(note.split()))
-    design = (ROOT / "docs" / "design.md").read_text()
+    design = (ROOT / "docs/design.md").read_text()
     notes = re.findall(r"^### \[Note: (.+)\]$", design, re.M)
     assert len(notes) == 4 and cited <= set(notes)
 
@@ -92,7 +92,7 @@ def test_make_test_proves_each_claim():
     """With `make test-proofs` it runs a test of each file of tests/distributed that a
     claim names."""
     count = 0
-    for path in named_paths(ROOT / "docs" / "claims.md"):
+    for path in named_paths(ROOT / "docs/claims.md"):
         if path.startswith("tests/distributed/"):
             count += 1
             assert "@pytest.mark.proof" in (ROOT / path).read_text(), path

@@ -150,7 +150,7 @@ def test_the_page_in_docs_is_what_the_command_writes(
     assert paper.main() == 0
     assert "claims hold" in capsys.readouterr().out
     page = (tmp_path / f"figure{figure}.md").read_text()
-    report = (paper.ROOT / "docs" / "paper" / "report.md").read_text()
+    report = (paper.ROOT / "docs/paper/report.md").read_text()
     again = "run: python scripts/paper.py --skip-measurements --out docs/paper"
     assert page in report, again
     with open(tmp_path / f"figure{figure}.csv", newline="") as file:

@@ -62,16 +62,13 @@ def test_the_example_is_the_plan_of_today():
         "fp16",
         torch_adam=True,
     )
-    line = next(
-        line.strip() for line in PAGE.splitlines() if line.startswith("    Best: ")
-    )
+    answer = re.search(r"^    (Best: .+?\.)$", PAGE, re.MULTILINE | re.DOTALL)[1]
+    line = " ".join(answer.split())
     best = best_plan(
         cost,
         Space(512, max_gap=0.1),
         float(re.search(r"([\d.]+) samples/s", line)[1]),
     )
+    speed = f"{three(best.throughput)} samples/s, {three(best.seconds)} s an iteration"
     sizes = f"{best.heaviest / GIB:.2f} GiB of {best.capacity / GIB:.2f} allowed"
-    assert (
-        line
-        == f"Best: {best.plan.title}, {three(best.throughput)} samples/s, {sizes} (ESTIMATED)."
-    )
+    assert line.startswith(f"Best: {best.plan.title}, {speed}, {sizes} (ESTIMATED: ")

@@ -20,7 +20,7 @@ from megatron_2bw.tools.slurm import job_flags, status
 from megatron_2bw.tools.slurm.status import IDLE_STARTS, Facts, Outcome, decide
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "megatron_2bw" / "tools" / "slurm"
+SCRIPTS = ROOT / "megatron_2bw/tools/slurm"
 HALF = " iteration        5/      10 | consumed samples: 40 | lm loss: 4.0E+00 |\n"
 LINES = {
     "HALF": HALF,

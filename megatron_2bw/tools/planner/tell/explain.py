@@ -317,7 +317,7 @@ def on_host(cost: Cost, plan: Plan) -> Iterator[str]:
         step = three(cost.times(plan).step)
         yield (
             f"The optimizer takes {memory:.1f} GiB of host memory for a GPU, and its step {step} s, which 2bw overlaps "
-            f"with the next batch ({ESTIMATED}; docs/host_memory.md)."
+            f"with the next batch ({ESTIMATED}; docs/design.md)."
         )
 
 
