@@ -10,7 +10,7 @@ help:
 	@echo "make demo      train a small GPT with 2BW on two processes (two to three minutes)"
 	@echo "make test      unit tests, and tests with several processes for each claim about the update rule (four minutes on two cores)"
 	@echo "make test-rest  all other tests that need nothing but .venv (nine minutes); make test-all runs both"
-	@echo "make test-docs  run the commands of docs/quick_start.md and docs/finetune.md as they stand there (three minutes)"
+	@echo "make test-docs  run the commands of docs/quick_start.md and docs/data.md as they stand there (three minutes)"
 	@echo "make test-device  torch's CUDA path on a stand-in for the GPU (six minutes; needs g++)"
 	@echo "make test-slurm  train on a real Slurm of two nodes on this host (four minutes; needs slurm-wlm and munge)"
 	@echo "make oracles   compare models and losses with those of megatron-bridge and lm-eval (two minutes; installs both in build/)"

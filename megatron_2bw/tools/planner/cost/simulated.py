@@ -510,7 +510,7 @@ class Cost:
         of them is before or behind all computation."""
         parameters, _, _ = self._parameters(plan)[stage]
         least = max(BUCKET, BUCKET_OF_REPLICA * plan.replicas)
-        buckets = math.ceil(parameters / least)
+        buckets = parameters // least + 1
         collective = scatter_or_gather if plan.distributed_optimizer else all_reduce
         group = self.compute.layout(plan).data
         start = collective(self.cluster, group, 0.0)

@@ -1,13 +1,13 @@
-"""Runs the trainings of docs/watching.md and draws its pictures, in a minute and a
+"""Runs the trainings of docs/running.md and draws its pictures, in a minute and a
 half.
 
-    python docs/watching/draw.py
+    python docs/running/draw.py
 
-2BW and PipeDream-Flush, four stages, eight microbatches per batch: a tiny real GPT
-through the code path of pretrain_gpt_2bw.py, whose stages also sleep in each forward
-and backward (bench/emulated.py), so that four processes on two cores behave like four
-devices. Reads the scalars of --tensorboard-dir, copies the picture of --pipeline-trace,
-and prints a line of each log and the mean shares.
+2BW with all microbatches late, and PipeDream-Flush, four stages, eight microbatches per
+batch: a tiny real GPT through the code path of pretrain_gpt_2bw.py, whose stages also
+sleep in each forward and backward (bench/emulated.py), so that four processes on two
+cores behave like four devices. Reads the scalars of --tensorboard-dir, copies the
+picture of --pipeline-trace, and prints a line of each log and the mean shares.
 """
 
 import re
@@ -30,12 +30,15 @@ MICROBATCHES = 8
 ITERATIONS = 16
 FORWARD = 0.05  # seconds
 BACKWARD = 0.1
-SCHEDULES = ("2bw", "pipedream-flush")
+FLAGS = {  # of the schedules
+    "2bw": "--two-bw-late all --two-bw-correction none",
+    "pipedream-flush": "",
+}
 
 
 def command(schedule: str, folder: Path) -> list[str]:
     text = f"""--pipeline-schedule {schedule} --pipeline-model-parallel-size {STAGES} --global-batch-size {MICROBATCHES}
-        --train-iters {ITERATIONS} --lr 1e-3 --vocab-size 63 --log-interval 1"""
+        --train-iters {ITERATIONS} --lr 1e-3 --vocab-size 63 --log-interval 1 {FLAGS[schedule]}"""
     text += f" --tensorboard-dir {folder}/scalars --pipeline-trace {folder}/trace"
     return gpt_flags(STAGES, 16, 2, 8, text)
 
@@ -68,7 +71,7 @@ def main() -> None:
         label="(d - 1) / (m + d - 1)",
     )
     with tempfile.TemporaryDirectory() as scratch:
-        for schedule in SCHEDULES:
+        for schedule in FLAGS:
             folder = Path(scratch, schedule)
             print(f"{schedule}: {ITERATIONS} iterations", flush=True)
             printed = run_world(STAGES, run, command(schedule, folder), timeout=300)[-1]
