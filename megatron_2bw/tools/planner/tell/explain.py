@@ -316,8 +316,8 @@ def on_host(cost: Cost, plan: Plan) -> Iterator[str]:
         memory = max(cost.memory.host_bytes(plan)) / GIB
         step = three(cost.times(plan).step)
         yield (
-            f"The optimizer takes {memory:.1f} GiB of host memory for a GPU, and its step {step} s; a step of 2bw overlaps "
-            f"the next batch ({ESTIMATED}; docs/design.md)."
+            f"The optimizer takes {memory:.1f} GiB of host memory for a GPU, and its step {step} s; a step of 2bw "
+            f"overlaps the next batch ({ESTIMATED}; docs/design.md)."
         )
 
 
