@@ -24,7 +24,9 @@ CHECKS = json.loads((DOCS / "bench" / "planner_accuracy.json").read_text())["che
 def test_the_table_is_of_the_recorded_checks():
     assert len(CHECKS) > 10
     assert all(check["assumes"] for check in CHECKS)
-    sets = [check for check in CHECKS if check["name"] == "published runs by set, below"]
+    sets = [
+        check for check in CHECKS if check["name"] == "published runs by set, below"
+    ]
     again = "print it again: python bench/tables.py docs/bench/planner_accuracy.json"
     assert tables.table(sets[0]["rows"]) in PAGE, again
 

@@ -130,10 +130,6 @@ class Model(Described):
         sides = self.matrix_sides(tensor)[: -1 if self.experts else None]
         return self.adapter_rank * sum(inputs + outputs for inputs, outputs in sides)
 
-    def trained_parameters(self) -> float:
-        adapters = self.layers * self.adapter_parameters()
-        return adapters or self.parameters()
-
     def _norms(self, count: int) -> int:
         return count * self.hidden * (1 if self.rms_norm else 2)
 
