@@ -79,8 +79,18 @@ def read_yaml(path: Path, flag: str = "") -> Any:
     where = f"{flag} {path}".strip()
     with file_errors(where):
         text = path.read_text(encoding="utf-8")
+
+    class Unique(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            names = [name.value for name, _ in node.value]
+            if len(set(names)) < len(names):
+                raise yaml.YAMLError(f"a name stands twice among {', '.join(names)}")
+            return super().construct_mapping(node, deep)
+
     try:
-        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        if path.suffix == ".json":
+            return json.loads(text)
+        return yaml.load(text, Unique)
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{where}: {one_line(error)}") from None
 

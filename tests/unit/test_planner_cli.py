@@ -298,6 +298,7 @@ def changed(**parts) -> dict:
         (changed(inside={"gb_s": -1}), "inside.gb_s"),
         (changed(gpu="A1000"), "gpu"),
         (changed(gpu={"memory_gib": 80000}), "gpu: memory_gib"),
+        ("servers: 1\nservers: 2", "a name stands twice"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

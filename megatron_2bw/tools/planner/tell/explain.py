@@ -144,12 +144,6 @@ def aligned(rows: list[list[str]], left: set[int]) -> list[str]:
     return lines
 
 
-def _percent(share: float, digits: int = 0) -> str:
-    # + 0.0 turns a rounded -0.0 into 0.0
-    rounded = round(100 * share, digits) + 0.0
-    return f"{rounded:.{digits}f} %"
-
-
 PLAN_COLUMNS = (
     "# schedule t d w b m recompute layers batch samples/s iteration memory"
 ).split()
@@ -173,7 +167,7 @@ def plan_table(result: Result) -> str:
     )
     lines = [*textwrap.wrap(title, 118), *aligned(rows, {1, 7, 8})]
     if result.ties > 1:
-        within = _percent(tie(cost.cluster.device.error))
+        within = f"{tie(cost.cluster.device.error):.0%}"
         lines.append(
             f"1=: within {within} of the fastest, a tie. Exact schedules and simpler plans are first."
         )
@@ -227,7 +221,7 @@ def _time_cells(cost: Cost, estimate: Estimate) -> list[str]:
         three(each * cost.model.sample_flops() / 1e12),
     ]
     for time in astuple(estimate.split):
-        cells.append(_percent(time / estimate.seconds, 1))
+        cells.append(f"{time / estimate.seconds:.1%}")
     return cells
 
 
@@ -293,7 +287,7 @@ def first(result: Result) -> str:
     speed = (
         f"{three(winner.throughput)} samples/s, {three(winner.seconds)} s an iteration"
     )
-    error = _percent(result.cost.cluster.device.error)
+    error = f"{result.cost.cluster.device.error:.0%}"
     text = (
         f"Best: {winner.plan.title}, {speed}, {gib(winner.heaviest)} of {allowed:.2f} allowed ({ESTIMATED}: nine of "
         f"ten measured times are within {error})."
@@ -354,17 +348,14 @@ def evidence(cost: Cost) -> str:
     memory = f"{free:.0f} % of {device.memory_gib:g} GiB are left free"
     if cost.margin is None:
         memory += ", and what NCCL takes"
-    sources = {
-        "compute, update": f"{ESTIMATED}, {device.name}, {device.calibration}",
-        "messages inside servers": _source(cluster.inside),
-        "messages between servers": _source(cluster.between),
-        "bubble": f"{ESTIMATED}, simulation of the schedule",
-        "memory": f"{ESTIMATED}, formulas by stage; {memory}",
-    }
-    lines = []
-    for name, source in sources.items():
-        lines.append(wrapped(f"{name}: {source}"))
-    return "\n".join(lines)
+    sources = (
+        f"compute, update: {ESTIMATED}, {device.name}, {device.calibration}",
+        f"messages inside servers: {_source(cluster.inside)}",
+        f"messages between servers: {_source(cluster.between)}",
+        f"bubble: {ESTIMATED}, simulation of the schedule",
+        f"memory: {ESTIMATED}, formulas by stage; {memory}",
+    )
+    return "\n".join(map(wrapped, sources))
 
 
 def _source(link: Link) -> str:
