@@ -270,7 +270,6 @@ P3 = "--cluster p3.16xlarge --max-global-batch-size 64"
         (f"{MODEL} {P3} --swiglu", "--swiglu"),
         (f"{MODEL} {P3} --gpus-per-server 9", "--gpus-per-server"),
         (f"{MODEL} {P3} --gpu A100", "--gpu A100: give one of A100-40GB, A100-80GB"),
-        (f"{MODEL} {P3} --gpu L40S --gpus 12", "--gpus 12"),
         (f"{MODEL} --max-global-batch-size 8", "--cluster"),
         (
             f"{MODEL} {P3} --cluster 8xa10 --precision fp32 --context-parallel-size 2",

@@ -72,7 +72,7 @@ CASES = [
     ("--global-batch-size gives too few", dict(microbatches=0)),
     ("virtual stages do not divide", dict(virtual=4, schedule="megatron")),
     ("the GPU has no bf16", dict(bf16=False)),
-    ("--optimizer-cpu-offload without", dict(memory="host", schedule="megatron")),
+    ("--use-precision-aware-optimizer w", dict(memory="host", schedule="megatron")),
 ]
 
 

@@ -218,12 +218,15 @@ def leaner(cost: Cost, space: Space, plan: Plan) -> Plan:
     if plan.memory != "two-slots" or cost.fits(plan):
         return plan
     if plan.schedule == "megatron":
-        host = replace(plan, memory="host", distributed_optimizer=True)
         may = plan.distributed_optimizer
         if plan.replicas == 1:  # one of two that are the same
             may = plan.distributed_optimizer == space.distributed_optimizer[0]
-        may = may and True in space.distributed_optimizer and "host" in space.memory
-        return host if may and cost.host_holds(host) else plan
+        may = may and True in space.distributed_optimizer
+        for memory in ("remainders", "host"):
+            lean = replace(plan, memory=memory, distributed_optimizer=True)
+            if may and memory in space.memory and legal(cost, lean) and cost.fits(lean):
+                return lean
+        return plan
     if plan.schedule != "2bw":
         return plan
     shard = replace(plan, memory="shard")
@@ -314,7 +317,7 @@ def is_double(plan: Plan, cost: Cost, space: Space) -> bool:
         or (
             plan.replicas == 1
             and plan.distributed_optimizer != space.distributed_optimizer[0]
-            and (plan.schedule, plan.memory) != ("megatron", "host")
+            and (plan.schedule == "2bw" or plan.memory == "two-slots")
         )
         or (
             plan.depth == 1

@@ -328,7 +328,10 @@ class Memory:
             slots += 1 / shards
         elif plan.pipeline.late_step and plan.memory == "two-slots":
             slots += 1
-        optimizer = each.main + each.copy + each.moments + 4 * plan.corrected
+        main = each.main
+        if plan.memory == "remainders" and not self.torch_adam:
+            main = each.weight
+        optimizer = main + each.copy + each.moments + 4 * plan.corrected
         return each.weight * versions, each.gradient * slots, optimizer / shards
 
     def host_bytes(self, plan: Plan) -> list[float]:

@@ -14,10 +14,12 @@ from megatron_2bw.schedules.interleaved import Interleaved
 from megatron_2bw.tools.planner.descriptions.model import Model, command_line
 
 RECOMPUTE = ("none", "selective", "mlp", "full")
-OFFLOAD = (
-    "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d "
-    "--use-precision-aware-optimizer"
-)
+# Megatron's flags for `memory` of its own schedule.
+LEVERS = {
+    "remainders": "--use-precision-aware-optimizer",
+    "host": "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d "
+    "--use-precision-aware-optimizer",
+}
 ARGUMENTS = {  # Megatron's, by field
     "tensor": "tensor_model_parallel_size",
     "depth": "pipeline_model_parallel_size",
@@ -57,7 +59,7 @@ class Plan:
     # schedule
     schedule: str = "2bw"
     virtual: int = 1  # model chunks per stage
-    # of 2bw: --two-bw-memory; of Megatron's schedule "host": --optimizer-cpu-offload
+    # of 2bw: --two-bw-memory; of Megatron's schedule one of LEVERS
     memory: str = "two-slots"
     distributed_optimizer: bool = False
     first: int = 0  # layers of the first stage if they differ from the others', else 0
@@ -258,7 +260,7 @@ class Plan:
             (is_2bw, f"--two-bw-late {self.pipeline.late}"),
             (is_2bw and not self.corrected, "--two-bw-correction none"),
             (leaner and is_2bw, f"--two-bw-memory {self.memory}"),
-            (leaner and not is_2bw, OFFLOAD),
+            (leaner and not is_2bw, LEVERS.get(self.memory)),
             (any(self.extra), f"--two-bw-extra-warmup {extra}"),
             (self.gpipe_round, f"--gpipe-round {self.gpipe_round}"),
             (self.distributed_optimizer, "--use-distributed-optimizer"),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from megatron_2bw.run.flags.rule import installed
 from megatron_2bw.tools.planner.descriptions.model import Model
-from megatron_2bw.tools.planner.descriptions.plan import Plan
+from megatron_2bw.tools.planner.descriptions.plan import LEVERS, Plan
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 
@@ -31,10 +31,10 @@ def violations(
     if precision == "bf16" and not bf16:
         yield "the GPU has no bf16: use --precision fp16"
     if plan.memory != "two-slots" and plan.schedule != "2bw":
-        if plan.memory != "host" or plan.schedule != "megatron":
+        if plan.memory not in LEVERS or plan.schedule != "megatron":
             yield "--two-bw-memory without 2bw"
-        elif not plan.distributed_optimizer:
-            yield "--optimizer-cpu-offload without the distributed optimizer"
+        elif not plan.distributed_optimizer or precision != "bf16":
+            yield "--use-precision-aware-optimizer without the distributed optimizer or bf16"
     elif plan.memory == "shard" and not plan.distributed_optimizer:
         yield "--two-bw-memory shard without the distributed optimizer"
 

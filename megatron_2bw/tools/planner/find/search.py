@@ -21,7 +21,7 @@ from megatron_2bw.tools.planner.find.legality import (
     may_divide_sequences,
     violations,
 )
-from megatron_2bw.tools.planner.find.space import Space
+from megatron_2bw.tools.planner.find.space import LEANER, Space
 
 _most_late = lru_cache(most_late)
 
@@ -134,24 +134,22 @@ class Search:
             self._put_bound(bound, plan.changed(gpipe_round=size))
 
     def _leaner(self, plan: Plan) -> Plan:
-        """The plan; where it does not fit, with one slot and a shard (2bw), or with the
-        optimizer on a host that holds it (2bw and Megatron's schedule)."""
+        """The plan; where it does not fit, the first of LEANER that does."""
+        leaner = plan
         if plan.memory != "two-slots" or self.cost.fits(plan):
             return plan
-        allowed = self.space.memory
-        is_2bw = plan.schedule == "2bw"
-        if is_2bw and plan.distributed_optimizer and "shard" in allowed:
-            shard = plan.changed(memory="shard")
-            if self.cost.fits(shard):
-                return shard
-        host = plan.changed(memory="host")
-        may_leave = is_2bw and plan.correction != "predict"
-        if plan.schedule == "megatron" and True in self.space.distributed_optimizer:
-            may_leave = plan.distributed_optimizer or plan.replicas == 1
-            host = host.changed(distributed_optimizer=True)
-        if may_leave and "host" in allowed and self.cost.host_holds(host):
-            return host
-        return plan
+        sharded = plan.distributed_optimizer
+        if plan.schedule == "megatron" and plan.replicas == 1:
+            sharded = True in self.space.distributed_optimizer
+        for memory in LEANER.get(plan.schedule, ()):
+            other = plan.changed(memory=memory, distributed_optimizer=sharded)
+            if memory not in self.space.memory or not self._legal(other):
+                continue
+            if other.correction == plan.correction:
+                leaner = other
+                if self.cost.fits(other):
+                    break
+        return leaner
 
     def _shape_bound(self, plan: Plan) -> float:
         """Seconds per sample if the stages had equal work and never waited."""

@@ -11,7 +11,13 @@ PLANNED = ("2bw", "pipedream-flush", "megatron")
 # with larger bubbles than 1F1B: on request
 OTHERS = ("gpipe", "no-pipelining")
 RECOMPUTES = (*RECOMPUTE, "stage")
-MEMORY = ("two-slots", "one-slot", "shard", "host")
+MEMORY = ("two-slots", "one-slot", "shard", "remainders", "host")
+
+
+# Of a schedule, by its cost: two gradient slots of 2bw become one and a shard, Megatron's
+# main weights the 16 bits that the weights lack (--use-precision-aware-optimizer), and
+# the optimizer of either is in host memory.
+LEANER = {"2bw": ("shard", "host"), "megatron": ("remainders", "host")}
 
 
 @dataclass(frozen=True)
@@ -29,8 +35,7 @@ class Space:
                   the others
     extra_warmup  for each plan of 2bw also the plan with the extra warm-up that hides
                   its messages (Cost.extra_warmup)
-    memory        of 2bw. "shard" and "host" are tried where two-slots does not fit,
-                  and "host" for Megatron's schedule too
+    memory        of 2bw; what LEANER has is tried where two-slots does not fit
     max_gap       of 2bw with the correction auto, in per cent of the loss
                   (run/flags/correction_notes.py); None: the paper's 2bw, all late and
                   without a correction

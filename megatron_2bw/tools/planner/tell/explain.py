@@ -35,7 +35,8 @@ ranks: neighbours are the replicas of a stage (dp-pp), or a pipeline's stages (p
 2bw K2: two microbatches of a batch are late (--two-bw-late). 2bw +3: three extra warm-up forwards on the first stage
 hide messages (--two-bw-extra-warmup).
 2bw shard: the second gradient slot is the own shard (--two-bw-memory shard). host: main weights and Adam's
-moments are in host memory, where the step runs (--two-bw-memory host, --optimizer-cpu-offload).
+moments are in host memory, where the step runs (--two-bw-memory host, --optimizer-cpu-offload). remainders:
+main weights keep only the 16 bits that the weights lack (--use-precision-aware-optimizer).
 gpipe round N: N microbatches at a time, as many as fit, with a bubble after each round (--gpipe-round).
 layers: per stage, or first/middle/last. optim. sharded: --use-distributed-optimizer. TF: 10^12 operations."""
 NEXT = (
@@ -97,7 +98,7 @@ def _least_margin(cost: Cost) -> float:
 def text(result: Result) -> str:
     """The answer, on one screen: the best plan and what 2bw gains, the plans, the late
     microbatches, and what to do next."""
-    parts = [first(result), plan_table(result), dial_table(result), wrapped(NEXT, "")]
+    parts = [first(result), plan_table(result), dial_table(result), wrapped(NEXT)]
     return "\n\n".join(filter(None, parts))
 
 
@@ -147,7 +148,7 @@ def aligned(rows: list[list[str]], left: set[int]) -> list[str]:
 PLAN_COLUMNS = (
     "# schedule t d w b m recompute layers batch samples/s iteration memory"
 ).split()
-TIME_COLUMNS = "# optim. ranks tok/s/GPU TF/s/GPU".split()
+TIME_COLUMNS = "# optim. ranks TF/s/GPU".split()
 
 
 def plan_table(result: Result) -> str:
@@ -165,7 +166,7 @@ def plan_table(result: Result) -> str:
         f"Plans for {cost.model.name} on {gpus(cost)}, fastest first ({ESTIMATED}; {cost.precision}, "
         f"sequences of {cost.model.sequence}, {attention})"
     )
-    lines = [*textwrap.wrap(title, 118), *aligned(rows, {1, 7, 8})]
+    lines = [wrapped(title), *aligned(rows, {1, 7, 8})]
     if result.ties > 1:
         within = f"{tie(cost.cluster.device.error):.0%}"
         lines.append(
@@ -217,7 +218,6 @@ def _time_cells(cost: Cost, estimate: Estimate) -> list[str]:
     cells = [
         "sharded" if plan.distributed_optimizer else "whole",
         "pp-dp" if plan.pipeline_inside else "dp-pp",
-        three(each * cost.model.sequence),
         three(each * cost.model.sample_flops() / 1e12),
     ]
     for time in astuple(estimate.split):
@@ -262,21 +262,15 @@ def dial_table(result: Result) -> str:
         "tokens a batch (--max-gap; in brackets: does not fit)"
     )
     rows = [late_row, rate_row, gap_row]
-    return "\n".join([*textwrap.wrap(title, 118), *aligned(rows, {0})])
+    return "\n".join([wrapped(title), *aligned(rows, {0})])
 
 
 # --- words
 # --------------------------------------------------------------------------------------
 
 
-def wrapped(text: str, mark: str = "- ") -> str:
-    return textwrap.fill(
-        text,
-        118,
-        initial_indent=mark,
-        subsequent_indent=" " * len(mark),
-        break_on_hyphens=False,
-    )
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, 118, break_on_hyphens=False)
 
 
 def first(result: Result) -> str:
@@ -301,7 +295,7 @@ def first(result: Result) -> str:
             f"May fit, with --memory-margin {_least_margin(result.cost):.2f}: {tight.plan.title}, {ratio:.2f} times as "
             f"fast, {gib(tight.heaviest)} of the card's {memory:g}."
         )
-    return "\n".join(wrapped(text, "") for text in texts)
+    return "\n".join(wrapped(text) for text in texts)
 
 
 def on_host(cost: Cost, plan: Plan) -> Iterator[str]:
