@@ -37,6 +37,9 @@ def violations(
             yield "--use-precision-aware-optimizer without the distributed optimizer or bf16"
     elif plan.memory == "shard" and not plan.distributed_optimizer:
         yield "--two-bw-memory shard without the distributed optimizer"
+    if model.bias and plan.recompute == "mlp":
+        # its checkpoint returns the bias, whose gradient then never ends
+        yield "--recompute-modules mlp with biases"
 
 
 def may_divide_sequences(model: Model) -> bool:

@@ -191,7 +191,7 @@ def _ranked(result: Result) -> Iterator[tuple[str, Estimate]]:
 
 def _plan_cells(cost: Cost, estimate: Estimate) -> list[str]:
     plan = estimate.plan
-    tensor = str(plan.tensor)
+    tensor = f"{plan.tensor}"
     if plan.context > 1:
         tensor += f" c{plan.context}"
     if plan.expert > 1:
@@ -214,11 +214,10 @@ def _plan_cells(cost: Cost, estimate: Estimate) -> list[str]:
 
 def _time_cells(cost: Cost, estimate: Estimate) -> list[str]:
     plan = estimate.plan
-    each = estimate.throughput / plan.gpus
     cells = [
         "sharded" if plan.distributed_optimizer else "whole",
         "pp-dp" if plan.pipeline_inside else "dp-pp",
-        three(each * cost.model.sample_flops() / 1e12),
+        three(estimate.throughput * cost.model.sample_flops() / plan.gpus / 1e12),
     ]
     for time in astuple(estimate.split):
         cells.append(f"{time / estimate.seconds:.1%}")

@@ -21,12 +21,12 @@ def nothing_fits(cost: Cost, space: Space) -> str:
         return f"No plan is legal on {gpus(cost)} with a global batch of {space.batch}: {causes}."
     smallest = min(search.too_large, key=cost.gpu_bytes)
     need = gib(cost.memory.heaviest(smallest))
-    allowed = gib(cost.allowed(smallest))
+    allowed = cost.allowed(smallest) / GIB
     device = cost.cluster.device
     text = (
         f"Nothing fits with --seq-length {cost.model.sequence}. The smallest plan, {smallest.title}, needs {need} on "
-        f"its heaviest stage ({ESTIMATED}), and {allowed} of {device.memory_gib:g} GiB are allowed. "
+        f"its heaviest stage ({ESTIMATED}), and {allowed:.2f} GiB of {device.memory_gib:g} GiB are allowed. "
         "Exclude fewer choices, leave less free (--memory-margin), take more GPUs, a shorter sequence, a smaller model"
     )
-    size = math.ceil(10 * cost.gpu_bytes(smallest) / GIB) / 10
-    return f"{text}, or GPUs of {size:g} GiB or more."
+    tenths = math.ceil(10 * cost.gpu_bytes(smallest) / GIB)
+    return f"{text}, or GPUs of {tenths / 10:g} GiB or more."
