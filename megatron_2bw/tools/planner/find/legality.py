@@ -38,7 +38,7 @@ def violations(
     elif plan.memory == "shard" and not plan.distributed_optimizer:
         yield "--two-bw-memory shard without the distributed optimizer"
     if model.bias and plan.recompute == "mlp":
-        # its checkpoint returns the bias, whose gradient then never ends
+        # The backward of Megatron's checkpoint does not end (docs/upstream.md).
         yield "--recompute-modules mlp with biases"
 
 
