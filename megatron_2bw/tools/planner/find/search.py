@@ -135,9 +135,9 @@ class Search:
 
     def _leaner(self, plan: Plan) -> Plan:
         """The plan; where it does not fit, the first of LEANER that does."""
-        leaner = plan
         if plan.memory != "two-slots" or self.cost.fits(plan):
             return plan
+        leaner = plan
         sharded = plan.distributed_optimizer
         if plan.schedule == "megatron" and plan.replicas == 1:
             sharded = True in self.space.distributed_optimizer
