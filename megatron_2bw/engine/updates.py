@@ -105,10 +105,13 @@ class PerBatch:
     def begin_batch(self, batch: int, version: int) -> None:
         """Before the first backward of `batch`, which runs on W(version)."""
 
-    def predict(self, batch: int, done: float) -> None:
+    def predict(self, batch: int, done: float) -> Callable[[], None] | None:
         """Before the first forward of `batch`: write the weights that it will change to
         the newest store. `done`: the share of the batch before it whose backwards have
-        run."""
+        run.
+
+        Or what does it in the step's thread.
+        """
 
     def end_batch(self, batch: int) -> Any:
         """After the last backward of `batch`: what its step gets."""
@@ -192,11 +195,14 @@ class LateUpdate:
         else:
             self._step = AutogradStep(stores, step)
         self.pending: PendingStep | None = None
+        self._prediction: Future[Any] | None = None
         self._stream: torch.cuda.Stream | None = None
         if worker.device.type == "cuda":
             self._stream = own_stream(worker.device)
 
     def bind(self, version: int, batch: int) -> None:
+        if version == self.stores.newest:
+            self._wait_prediction()
         self.stores.bind(version)
         self._step.bind(version, batch)
 
@@ -205,20 +211,19 @@ class LateUpdate:
 
     def predict(self, batch: int, done: float) -> None:
         assert self.pending is None, "a step writes what a prediction reads"
-        self._step.predict(batch, done)
+        job = self._step.predict(batch, done)
+        if job is not None:
+            self._prediction = self._launch(job)
 
     def end_batch(self, batch: int, still_read: set[int]) -> None:
         """Launch the step of the batch."""
+        self._wait_prediction()
         assert self.pending is None, (
             f"the step of batch {self.pending.batch} is still pending"
         )
         target = self.stores.reserve(still_read)
         job = self._step.job(batch, target)
-        ready = None
-        if self._stream is not None:
-            ready = torch.cuda.current_stream().record_event()
-        future = self.worker.submit(partial(self._run, job, ready))
-        self.pending = PendingStep(batch, target, future)
+        self.pending = PendingStep(batch, target, self._launch(job))
 
     def step(self, batch: int) -> None:
         # else `sync_weights` has waited
@@ -248,6 +253,17 @@ class LateUpdate:
     def bind_newest(self) -> None:
         self.stores.bind_newest()
         self._step.bind(self.stores.newest, None)
+
+    def _wait_prediction(self) -> None:
+        if self._prediction is not None:
+            self._prediction.result()
+            self._prediction = None
+
+    def _launch(self, job: Callable[[], Any]) -> Future[Any]:
+        ready = None
+        if self._stream is not None:
+            ready = torch.cuda.current_stream().record_event()
+        return self.worker.submit(partial(self._run, job, ready))
 
     def _run(
         self,

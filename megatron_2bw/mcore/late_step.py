@@ -194,6 +194,7 @@ class LateStep(BatchStep):
             self._in_host_memory,
             call.model.expt_dp_group if experts else None,
         )
+        self._has_replicas = any(group.size() > 1 for group in self._groups.data)
         self._routers: Routers | None = None
         if experts or call.config.mtp_num_layers:
             self._routers = Routers(call.model, call.config, first, resume.shadow)
@@ -292,26 +293,39 @@ class LateStep(BatchStep):
     def rehearse(self) -> None:
         """Run the kernels of `predict` once, without its result."""
         if self._schedule.predicts and self.has_run:
-            self._working.rehearse(self._estimate(self._stores.newest, done=1.0))
+            estimate = self._estimate(self._stores.newest, done=1.0)
+            self._sum_over_replicas(estimate)
+            self._working.rehearse(estimate)
 
-    def predict(self, batch: int, done: float) -> None:
+    def predict(self, batch: int, done: float) -> Callable[[], None] | None:
         if self._gradient_scale is None:
-            return  # the scale of a gradient is not known yet
-        estimate = self._estimate(batch - 1, done)
+            return None  # the scale of a gradient is not known yet
         self._correction = self._options.correction(0)
-        self._working.predict(estimate, self._correction.ahead)
+        job = partial(self._predict, self._estimate(batch - 1, done))
+        if self._has_replicas:
+            return job
+        job()
+        return None
 
     def _estimate(self, batch: int, done: float) -> Estimate:
-        """The gradient of `batch` by the part of it that is `done`, summed over the
-        replicas of the stage."""
+        """The gradient of `batch` by the part of it that is `done`. With replicas in
+        memory of its own."""
         slot = self._slots.gradients_of(batch)
-        if any(group.size() > 1 for group in self._groups.data):
+        if self._has_replicas:
             slot = slot.twin(Tensor.clone)
-            slot.reduce()
         times: float | Tensor = self._gradient_scale / done
         if self._scales.scales_losses:
             times = times / self._scales.current.squeeze()
         return Estimate(slot, times)
+
+    def _predict(self, estimate: Estimate) -> None:
+        self._sum_over_replicas(estimate)
+        with self._precision():
+            self._working.predict(estimate, self._correction.ahead)
+
+    def _sum_over_replicas(self, estimate: Estimate) -> None:
+        if self._has_replicas:
+            estimate.slot.reduce()
 
     def job(self, batch: int, target: int) -> Callable[[], StepResult]:
         ended = self._stage.end_batch(batch)
@@ -469,13 +483,10 @@ class LateStep(BatchStep):
     ) -> tuple[Any, Any, Any]:
         """Clip, step, copy and gather: Megatron's own step, into the weight
         store, whose parameters are `views`. Returns what Megatron's does."""
-        precision = contextlib.nullcontext()
-        if self.compiles:
-            precision = thread_local_matmul_precision()
         with (
             self._proxies.in_optimizer(step_input.target),
             self._scales.unscaling_by(step_input.scale),
-            precision,
+            self._precision(),
         ):
             if self._working is not None:
                 step = self._megatron.step
@@ -490,6 +501,12 @@ class LateStep(BatchStep):
         if result[0]:
             self._megatron.advance(increment=step_input.samples)
         return result
+
+    def _precision(self) -> contextlib.AbstractContextManager[None]:
+        """Of fp32 products."""
+        if self.compiles:
+            return thread_local_matmul_precision()
+        return contextlib.nullcontext()
 
     def _ask_all(self, wants_exit: bool) -> tuple[bool, bool]:
         """Whether any rank of the world wants to exit, and whether all have written

@@ -34,12 +34,13 @@ def schedule_of(
     extra_warmup: tuple[int, ...] = (),
     sync_iterations: int = 0,
     predicts: bool = False,
+    lead: int = 0,
     gpipe_round: int | None = None,
 ) -> Schedule | None:
     """The schedule of --pipeline-schedule `name` with the options of 2bw and gpipe;
     None for Megatron's own."""
     if name == TwoBW.name:
-        return TwoBW(late, memory, extra_warmup, sync_iterations, predicts)
+        return TwoBW(late, memory, extra_warmup, sync_iterations, predicts, lead)
     if name == GPipe.name:
         return GPipe(gpipe_round)
     return SCHEDULES.get(name)

@@ -8,7 +8,6 @@ from megatron_2bw.schedules.base import (
     PREDICT,
     Action,
     B,
-    F,
     Schedule,
     Shape,
     reduce,
@@ -53,6 +52,9 @@ class TwoBW(Schedule):
                     first. W(j) is complete there, and nothing has read its store yet:
                     the prediction takes its place. So the first late batch, whose W(j)
                     batch j reads too, is not predicted.
+    lead            PREDICT stands so many microbatches earlier, which hide its
+                    communication; at most as many as leave the first stage one
+                    microbatch to predict from
     """
 
     name = "2bw"
@@ -65,6 +67,7 @@ class TwoBW(Schedule):
     extra_warmup: tuple[int, ...] = ()
     sync_iterations: int = 0
     predicts: bool = False
+    lead: int = 0
 
     def ahead(self, shape: Shape, stage: int) -> int:
         boundaries = shape.stages - 1
@@ -101,13 +104,11 @@ class TwoBW(Schedule):
 
     def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
         order = self.order(shape, stage, iteration)
+        if iteration + 1 < shape.end and self.is_predicted(shape, iteration + 1):
+            known = _backwards(order)[self.known(shape, stage) - 1]
+            order.insert(known + 1, Action(PREDICT, iteration + 1, iteration))
         if iteration > shape.first:
             order.insert(self._latest(order, iteration), step(iteration - 1))
-        if iteration + 1 < shape.end and self.is_predicted(shape, iteration + 1):
-            order.insert(
-                _first_forward(order, iteration),
-                Action(PREDICT, iteration + 1, iteration),
-            )
         order.append(reduce(iteration))
         if iteration == shape.end - 1:
             order.append(step(iteration))
@@ -116,17 +117,21 @@ class TwoBW(Schedule):
     def _latest(self, order: list[Action], iteration: int) -> int:
         """The index in `order` for the step of batch `iteration - 1`, which writes
         W(iteration)."""
-        backwards = []
+        backwards = _backwards(order)
         readers = []
         for place, action in enumerate(order):
-            if action.kind == B:
-                backwards.append(place)
-            elif action.version == iteration:
+            if action.kind != B and action.version == iteration:
                 readers.append(place)
         latest = backwards[-1]
         if self.memory == "one-slot":
             latest = backwards[0]
         return min([latest, *readers])
+
+    def known(self, shape: Shape, stage: int) -> int:
+        """The microbatches of a batch whose gradients the stage has when it predicts
+        the next weights."""
+        lead = min(self.lead, shape.microbatches - self.ahead(shape, 0) - 1)
+        return shape.microbatches - self.ahead(shape, stage) - lead
 
     def is_predicted(self, shape: Shape, batch: int) -> bool:
         if not self.predicts or batch <= shape.first:
@@ -143,10 +148,6 @@ class TwoBW(Schedule):
         return min(self.ahead(shape, stage) + 1, shape.microbatches + crossing)
 
 
-def _first_forward(order: list[Action], version: int) -> int:
-    """The index in `order` of the first forward on W(version); its end if there is
-    none."""
-    for place, action in enumerate(order):
-        if action.kind == F and action.version == version:
-            return place
-    return len(order)
+def _backwards(order: list[Action]) -> list[int]:
+    """The indices of the backwards in `order`."""
+    return [place for place, action in enumerate(order) if action.kind == B]

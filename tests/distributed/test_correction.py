@@ -304,17 +304,21 @@ def test_predicted_weights(name):
     )
 
 
-@pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer"])
-def test_replicas_predict_from_the_sum_of_their_gradients(flags):
-    """Two replicas of two microbatches are one pipeline of four, but for the order of
-    additions; the first stage knows half of the gradient."""
+@pytest.mark.parametrize(
+    "microbatches, flags", [(2, ""), (3, "--use-distributed-optimizer")]
+)
+def test_replicas_predict_from_the_sum_of_their_gradients(microbatches, flags):
+    """Two replicas are one pipeline with twice the microbatches, but for the order of
+    additions. The first stage knows the first microbatch of each, and the second stage
+    that of one more: the third one hides the sums."""
     model = (UNTIED, NO_BIAS)
     own = f"{flags} {PREDICT} --two-bw-sync-iterations 1"
-    runs = run_pipeline(command(2, 2, "2bw", *model, own, width=2), 4)
-    argv = command(1, 4, "2bw", *model)
+    runs = run_pipeline(command(2, microbatches, "2bw", *model, own, width=2), 4)
+    both = 2 * microbatches
+    argv = command(1, both, "2bw", *model)
     rule = dict(sync=1, ahead=0.25, known=(2, 4))
-    one = run_pipeline(command(2, 4, "2bw", *model, PREDICT), 2)
-    assert_same(runs[0::2], run_reference(one, argv, 4, **rule), 1e-5)
+    one = run_pipeline(command(2, both, "2bw", *model, PREDICT), 2)
+    assert_same(runs[0::2], run_reference(one, argv, both, **rule), 1e-5)
     assert_equal_weights(runs[0], runs[1])
 
 

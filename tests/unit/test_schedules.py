@@ -65,7 +65,9 @@ def test_each_late_microbatch_removes_a_slot_of_the_bubble(stages, microbatches)
             validate(schedule, shape)
             validate(replace(schedule, sync_iterations=2), replace(shape, first=1))
         if late == microbatches:
-            validate(TwoBW("all", memory, extra, predicts=True), shape)
+            for lead in (0, 1, 2):
+                predicting = TwoBW("all", memory, extra, predicts=True, lead=lead)
+                validate(predicting, shape)
         for step in (0, 1, 8):
             # the last backward waits for the step, too
             if stages <= 2 and late == microbatches <= 3:

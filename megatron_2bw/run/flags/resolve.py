@@ -38,6 +38,8 @@ DECAYS = {
 AHEAD = 0.25
 # updates beyond the predicted weights, with `predict` (docs/convergence.md)
 PREDICTED_AHEAD = 0.5
+# microbatches that hide the sums over replicas of a prediction
+PREDICTION_LEAD = 1
 # below it `auto` adds the best factor of a gradient of pure noise, the momentum
 LEAST_MOMENTUM = 0.8
 # iterations of a synchronous start at most; the curvature is largest at the start, also
@@ -72,6 +74,7 @@ def schedule_for(args: Args, iterations: int = 0) -> Schedule | None:
         extra_warmup=args.two_bw_extra_warmup,
         sync_iterations=_sync_iterations(args, iterations),
         predicts=prediction(args) is not None,
+        lead=_prediction_lead(args),
         gpipe_round=args.gpipe_round,
     )
 
@@ -137,16 +140,22 @@ def prediction(args: Args) -> Correction | None:
     text = args.two_bw_correction
     if text.startswith("predict"):
         return correction_of(text)
-    ranks = args.pipeline_model_parallel_size * args.tensor_model_parallel_size
-    measured = args.optimizer == "adam" and args.world_size == ranks
-    if text == "auto" and measured and obstacle(args, batch_sizes(args)) is None:
+    if text != "auto" or args.optimizer != "adam":
+        return None
+    if obstacle(args, batch_sizes(args), _prediction_lead(args)) is None:
         return correction_of("predict")
     return None
 
 
-def obstacle(args: Args, sizes: list[int]) -> str | None:
+def _prediction_lead(args: Args) -> int:
+    """`TwoBW.lead`: with several pipelines the prediction waits for sums over them."""
+    ranks = args.pipeline_model_parallel_size * args.tensor_model_parallel_size
+    return PREDICTION_LEAD if args.world_size > ranks else 0
+
+
+def obstacle(args: Args, sizes: list[int], lead: int = 0) -> str | None:
     """Why the weights of late microbatches cannot be predicted, in batches of these
-    sizes; None if they can."""
+    sizes and `lead` microbatches early; None if they can."""
     if args.two_bw_late != "all":
         return "it needs --two-bw-late all: add it"
     if args.optimizer == "soap":
@@ -155,7 +164,7 @@ def obstacle(args: Args, sizes: list[int]) -> str | None:
         return "the moments of --two-bw-memory host are not on the device: use auto"
     stages = args.pipeline_model_parallel_size
     schedule = TwoBW(extra_warmup=args.two_bw_extra_warmup)
-    ahead = schedule.ahead(Shape(stages, 1), 0)
+    ahead = schedule.ahead(Shape(stages, 1), 0) + lead
     for size in sizes:
         count = size // (replica(args) or 1)
         if count <= ahead:
