@@ -149,8 +149,9 @@ FEEDBACK = "--two-bw-correction 1"
         ("", {}, Correction(0.75, 0.75)),  # one of two microbatches is late
         (AUTO, {}, Correction(ahead=PREDICTED_AHEAD)),
         (AUTO, dict(optimizer="soap"), Correction(1.25, 1.25)),
-        # two replicas
+        # two replicas: nothing hides their sums with two microbatches
         (AUTO, dict(world_size=4, global_batch_size=8), Correction(1.25, 1.25)),
+        (AUTO, dict(world_size=4, global_batch_size=12), Correction(ahead=0.5)),
         (AUTO, dict(optimizer="soap", adam_beta1=0.5), Correction(0.5)),
         (AUTO, dict(optimizer="muon", muon_scalar_optimizer="lion"), Correction(1.25)),
         (
