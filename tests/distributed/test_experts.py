@@ -39,6 +39,7 @@ EXPERTS = """
 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3
 --moe-token-dispatcher-type allgather
 """
+PREDICT = "--two-bw-correction predict,0.25 --two-bw-sync-iterations 1"
 
 
 def experts(stages, microbatches, *flags, **changes) -> list[str]:
@@ -56,8 +57,9 @@ def experts(stages, microbatches, *flags, **changes) -> list[str]:
         (2, f"{BIAS} --bf16 --two-bw-memory host", {}),
         (2, f"{BIAS} --fp16 --moe-aux-loss-coeff 1", dict(poison=POISONED)),
         (2, f"{CAPACITY} --moe-router-load-balancing-type seq_aux_loss", {}),
+        (2, f"{BIAS} {PREDICT}", dict(sync=1, ahead=0.25, known=(3, 4))),
     ],
-    ids=["two", "one", "four", "late", "host", "fp16", "capacity"],
+    ids=["two", "one", "four", "late", "host", "fp16", "capacity", "predicted"],
 )
 def test_the_reference(stages, flags, rule):
     prepare = poison if "poison" in rule else None
@@ -97,6 +99,9 @@ PAIRS = {
         f"{BIAS} {SPLIT} {SHARDED} --overlap-grad-reduce",
         f"{BIAS} {SPLIT}",
         tolerance=1e-5,
+    ),
+    "predicted": Pair(
+        f"{BIAS} {SPLIT} {SHARDED} {PREDICT}", f"{BIAS} {PREDICT}", tolerance=1e-5
     ),
     "one slot of shards": Pair(
         f"{SPLIT} {SHARDED} --two-bw-memory shard", f"{SPLIT} {SHARDED}"
