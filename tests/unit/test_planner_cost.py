@@ -421,6 +421,19 @@ def test_a_plan_has_as_many_late_microbatches_as_hide_its_step(memory, width):
     assert cost.seconds(plan.changed(late=late // 2)) > 1.01 * hidden
 
 
+@pytest.mark.parametrize("gb_s, hidden", [(400, True), (0.1, False)])
+def test_a_microbatch_hides_the_sums_of_a_prediction(gb_s, hidden):
+    cost = Cost(GPT, replace(CLUSTER, inside=Link(2, gb_s)))
+    plan = Plan(1, 4, 4, 1, 16, corrected=True)
+    plain = cost.times(plan.changed(corrected=False))
+    predicted = cost.times(plan)
+    alone = cost.compute.prediction(cost.memory.owned(plan, 3, plan.layers_of(GPT)[3]))
+    more = predicted.overlap_cost[3] - plain.overlap_cost[3]
+    assert hidden == (more == approx(alone))
+    slowest = max(work.total for work in cost.stages(plan))
+    assert predicted.step == plain.step + slowest
+
+
 def fits(plan: Plan, memory: float, **options: float) -> bool:
     return Cost(
         GPT,

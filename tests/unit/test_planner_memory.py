@@ -133,6 +133,7 @@ def test_extra_warmup_keeps_microbatches_and_messages_of_the_stages_before_the_b
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_the_correction_and_torchs_adam_take_four_bytes_a_parameter_each(distributed):
+    """The correction over replicas also a copy of the gradient, since it predicts."""
     plan = replace(TWO_BW, distributed_optimizer=distributed)
     apex, torch = (
         Memory(GPT, "bf16", False, torch_adam) for torch_adam in (False, True)
@@ -146,7 +147,8 @@ def test_the_correction_and_torchs_adam_take_four_bytes_a_parameter_each(distrib
             for flag in (False, True)
         )
         assert after.optimizer - before.optimizer == more
-        assert after.total - before.total == more
+        copied = after.gradients - before.gradients
+        assert copied == near(4 * apex.parameters(plan, stage, 4))
         # during a late step
         assert torch.stage(plan, stage, 4).buffers - before.buffers == more
     # its step may take what the activations had, or more

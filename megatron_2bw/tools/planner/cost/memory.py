@@ -328,6 +328,8 @@ class Memory:
             slots += 1 / shards
         elif plan.pipeline.late_step and plan.memory == "two-slots":
             slots += 1
+        if plan.replicas > 1 and plan.correction == "predict":
+            slots += 1  # the gradient so far
         main = each.main
         if plan.memory == "remainders" and not self.torch_adam:
             main = each.weight

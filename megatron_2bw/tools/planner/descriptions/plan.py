@@ -9,6 +9,7 @@ from functools import cached_property, wraps
 from operator import attrgetter
 from typing import Any
 
+from megatron_2bw.run.flags.resolve import PREDICTION_LEAD
 from megatron_2bw.schedules import Schedule, Shape, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
 from megatron_2bw.tools.planner.descriptions.model import Model, command_line
@@ -115,9 +116,11 @@ class Plan:
         resolve.py)."""
         if not self.corrected:
             return "none"
-        known = self.microbatches > self.pipeline.ahead(self.shape, 0)
-        on_device = self.memory != "host"
-        if self.late is None and known and on_device and self.replicas == 1:
+        ahead = self.pipeline.ahead(self.shape, 0)
+        if self.replicas > 1:
+            ahead += PREDICTION_LEAD
+        known = self.microbatches > ahead
+        if self.late is None and known and self.memory != "host":
             return "predict"
         return "auto"
 
