@@ -423,7 +423,7 @@ def test_a_plan_has_as_many_late_microbatches_as_hide_its_step(memory, width):
 
 @pytest.mark.parametrize("gb_s, hidden", [(400, True), (0.1, False)])
 def test_a_microbatch_hides_the_sums_of_a_prediction(gb_s, hidden):
-    cost = Cost(GPT, replace(CLUSTER, inside=Link(2, gb_s)))
+    cost = Cost(GPT, replace(CLUSTER, inside=Link(gb_s, 10)))
     plan = Plan(1, 4, 4, 1, 16, corrected=True)
     plain = cost.times(plan.changed(corrected=False))
     predicted = cost.times(plan)
