@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_2bw.engine.p2p import Neighbours
 from megatron_2bw.engine.recorder import NoRecorder, Recorder
+from megatron_2bw.engine.updates import Update
 from megatron_2bw.schedules import (
     PREDICT,
     REDUCE,
@@ -53,33 +54,6 @@ class Stage(Protocol):
     ) -> Tensor | None:
         """Accumulate the parameters' gradients; return the gradient of `received`.
         `gradient` is that of `output`."""
-
-
-class Update(Protocol):
-    """What happens to a batch's gradients. One class each for the flush, PipeDream and
-    2BW (updates.py)."""
-
-    def bind(self, version: int, batch: int) -> None:
-        """Before a forward or a backward of `batch`: bind W(version), and the batch's
-        gradient buffer."""
-
-    def begin_batch(self, batch: int, version: int) -> None:
-        """Before the first backward of `batch`, which runs on W(version)."""
-
-    def predict(self, batch: int, done: float) -> None:
-        """PREDICT: before the first forward of `batch`, whose weights are predicted
-        from this share of the gradient of the batch before it: `done` of its
-        backwards."""
-
-    def end_batch(self, batch: int, still_read: set[int]) -> None:
-        """After the last backward of `batch`: REDUCE. still_read: weight versions that
-        must not be overwritten yet."""
-
-    def step(self, batch: int) -> None:
-        """STEP. W(batch + 1) exists when this returns."""
-
-    def is_stepping(self) -> bool:
-        """Whether a step may be running in a thread."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,35 @@ def no_reduction(batch: int) -> None:
     """The reduction of a model without data parallelism."""
 
 
-class InPlaceUpdate:
+class Update:
+    """What happens to a batch's gradients. One class each for the flush, PipeDream and
+    2BW."""
+
+    def bind(self, version: int, batch: int) -> None:
+        """Before a forward or a backward of `batch`: bind W(version), and the batch's
+        gradient buffer."""
+
+    def begin_batch(self, batch: int, version: int) -> None:
+        """Before the first backward of `batch`, which runs on W(version)."""
+
+    def predict(self, batch: int, done: float) -> None:
+        """PREDICT: before the first forward of `batch`, whose weights are predicted
+        from this share of the gradient of the batch before it: `done` of its
+        backwards."""
+
+    def end_batch(self, batch: int, still_read: set[int]) -> None:
+        """After the last backward of `batch`: REDUCE. still_read: weight versions that
+        must not be overwritten yet."""
+
+    def step(self, batch: int) -> None:
+        """STEP. W(batch + 1) exists when this returns."""
+
+    def is_stepping(self) -> bool:
+        """Whether a step may be running in a thread."""
+        return False
+
+
+class InPlaceUpdate(Update):
     """The update of the flush schedules: one weight version, stepped in place (paper,
     section 3.2).
 
@@ -42,23 +70,11 @@ class InPlaceUpdate:
         self._step = step
         self._reduce = reduce
 
-    def bind(self, version: int, batch: int) -> None:
-        """The parameters are the only version."""
-
-    def begin_batch(self, batch: int, version: int) -> None:
-        """The gradients are cleared by the step."""
-
-    def predict(self, batch: int, done: float) -> None:
-        """No batch is late."""
-
     def end_batch(self, batch: int, still_read: set[int]) -> None:
         self._reduce(batch)
 
     def step(self, batch: int) -> None:
         self._step()
-
-    def is_stepping(self) -> bool:
-        return False
 
 
 class StashedUpdate(InPlaceUpdate):
@@ -165,7 +181,7 @@ class PendingStep:
     future: Future[Any]
 
 
-class LateUpdate:
+class LateUpdate(Update):
     """The update of PipeDream-2BW: batch j's step overlaps batch j + 1 (paper, section
     3.1; docs/design.md).
 

@@ -18,11 +18,16 @@ from megatron.training import get_args, print_rank_0
 from torch import Tensor
 
 from megatron_2bw.engine.p2p import Neighbours, connect, connect_group
-from megatron_2bw.engine.pipeline import Pipeline, Update, warmed_up
+from megatron_2bw.engine.pipeline import Pipeline, warmed_up
 from megatron_2bw.engine.process_groups import streams_warning
 from megatron_2bw.engine.recorder import Recorder
 from megatron_2bw.engine.trace_file import TraceWriter
-from megatron_2bw.engine.updates import InPlaceUpdate, LateUpdate, StashedUpdate
+from megatron_2bw.engine.updates import (
+    InPlaceUpdate,
+    LateUpdate,
+    StashedUpdate,
+    Update,
+)
 from megatron_2bw.engine.weights import WeightStores
 from megatron_2bw.engine.worker import Worker
 from megatron_2bw.mcore import cpu
