@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megatron_2bw.base.errors import UserError
+from megatron_2bw.engine.trace_file import names_of, spans_of
 from megatron_2bw.schedules import (
     Schedule,
     ScheduleError,
@@ -34,7 +35,6 @@ from megatron_2bw.tools.timelines.simulator import (
     simulate,
     simulate_lists,
 )
-from megatron_2bw.tools.timelines.trace import of_events
 from megatron_2bw.tools.timelines.waits import drawn
 
 # The schedules of the page, in its order.
@@ -375,7 +375,11 @@ def trace(given: Parameters) -> Answer:
     millisecond."""
     name = given.schedules[0]
     events = simulate(given.schedule(name), given.shape, given.times)
-    return of_events(scaled(events, 1e-3), given.stages, name)
+    records = names_of(f"pipeline: {name}", range(given.stages))
+    # in seconds; waits are events too
+    for event in scaled(events, 1e-3):
+        records += spans_of(event, event.stage, chunk=event.action.chunk)
+    return {"traceEvents": records, "displayTimeUnit": "ms"}
 
 
 EACH: dict[str, Callable[[Parameters, str], Answer]] = {

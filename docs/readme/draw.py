@@ -39,8 +39,8 @@ def draw_schedules(path: Path) -> None:
             axis,
             events,
             EIGHT,
+            UNTIL_EIGHT,
             numbers=False,
-            span=(0, UNTIL_EIGHT),
             steps=late == 0,
         )
         heading = "1F1B with a flush: none late, 15 slots a batch, the loss of vanilla"

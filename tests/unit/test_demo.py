@@ -6,7 +6,7 @@ from megatron_2bw.tools import demo
 
 
 def test_results_of_an_earlier_run_go_before_a_run_that_may_fail(tmp_path, monkeypatch):
-    (tmp_path / "loss.png").touch()
+    (tmp_path / "demo.png").touch()
     corpus = SimpleNamespace(flags=list)
     monkeypatch.setattr(demo, "build_corpus", lambda: corpus)
     monkeypatch.setattr(demo, "run_ranks", lambda prog, command: 3)

@@ -11,7 +11,11 @@ import torch
 from megatron_2bw.engine.recorder import Recorder
 from megatron_2bw.engine.trace_file import Record, TraceWriter, forget
 from megatron_2bw.schedules import SCHEDULES, Action, Shape
-from megatron_2bw.tools.timelines.measured import last_batches, timelines
+from megatron_2bw.tools.timelines.measured import (
+    as_1f1b,
+    last_batches,
+    timelines,
+)
 from megatron_2bw.tools.timelines.simulator import Times, by_stage, simulate
 from megatron_2bw.tools.timelines.trace import main, merge, read, timed
 
@@ -113,6 +117,19 @@ def test_the_simulated_run_of_the_page_is_the_measured_one_where_all_times_are_e
     assert page["medians"]["forward"] == pytest.approx([1000, 1500, 1000])
     assert page["medians"]["message"] == pytest.approx([500, 250, 0], abs=1e-2)
     assert measured["makespan"] == pytest.approx(simulated["makespan"])
+
+
+def test_in_the_order_of_1f1b_each_action_takes_as_long_as_in_the_run():
+    shape = Shape(3, 4, 0, 3)
+    times = Times([1, 1.5, 1], [2, 2, 2.5], step=0.75)
+    ends = []
+    for events in (
+        as_1f1b(simulate(SCHEDULES["gpipe"], shape, times), shape),
+        simulate(SCHEDULES["pipedream-flush"], shape, times),
+    ):
+        ends.append({(event.stage, event.action): event.end for event in events})
+    found, expected = ends
+    assert found == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("stage", [0, 1])

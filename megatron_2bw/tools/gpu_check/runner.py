@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from megatron_2bw.base.errors import Parser, file_errors
+from megatron_2bw.base.command_line import parser_of
+from megatron_2bw.base.errors import file_errors
 from megatron_2bw.base.files import write_json
 from megatron_2bw.base.local_ranks import WorldError, WorldTimeout
 from megatron_2bw.base.run_log import cause
@@ -35,15 +36,11 @@ say = functools.partial(print, flush=True)
 
 def main(argv: Sequence[str], prog: str) -> int:
     names = [row.name for row in ROWS]
-    description = "Checks this project on the GPUs of this machine."
-    parser = Parser(prog, description=description, allow_abbrev=False)
-    add = parser.add_argument
+    parser = parser_of(prog, __file__)
     only = "only this row, may be repeated: %(choices)s"
-    add("--row", action="append", choices=names, metavar="NAME", help=only)
-    tiny = "cpu: a tiny model, without figures"
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=tiny)
-    results = Path("out/gpu_check/results.json")
-    add("--json", type=Path, default=results, metavar="FILE", help="the results")
+    parser.add_argument(
+        "--row", action="append", choices=names, metavar="NAME", help=only
+    )
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.device_count():
         parser.error("--device cuda: torch finds no GPU here")

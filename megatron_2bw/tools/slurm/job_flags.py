@@ -15,7 +15,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from megatron_2bw.base.argv import merged
-from megatron_2bw.base.errors import Parser, UserError
+from megatron_2bw.base.command_line import parser_of
+from megatron_2bw.base.errors import UserError
 from megatron_2bw.run.start.plan_file import FirstPlan, first_plan
 from megatron_2bw.tools.planner.descriptions.model import PRESETS, Model
 from megatron_2bw.tools.planner.descriptions.plan import Plan
@@ -115,27 +116,7 @@ def default_plan(model: Model, ranks: int) -> Plan:
 
 def main() -> int:
     """For job.sh: an error line comes on stdout."""
-    parser = Parser(
-        prog="job_flags.py", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
-    option = parser.add_argument
-    option("--kind", required=True, choices=("gpt", "bert"))
-    option("--model", default="", help="of the planner's presets")
-    option(
-        "--plan",
-        default="",
-        metavar="FILE.json",
-        help="what megatron-2bw plan --json wrote",
-    )
-    option("--servers", type=int, required=True)
-    option("--processes", type=int, required=True, help="a server")
-    option("--data", default="", metavar="FLAGS", help="instead of the mock data")
-    option("--precision", default="", choices=("", "bf16", "fp16", "fp32"))
-    option(
-        "--save",
-        action="store_true",
-        help="the job saves checkpoints: also --save-interval",
-    )
+    parser = parser_of("job_flags.py", __file__)
     status = 0
     try:
         text = shlex.join(flags_of_job(parser.parse_args()))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_2bw.base import run_log
+from megatron_2bw.base.command_line import add_options, table_of
 from megatron_2bw.base.errors import Parser, report_error, run_program
 from megatron_2bw.base.files import write_json
 from megatron_2bw.mcore.checkpoints.folder import TRACKER
@@ -282,6 +283,9 @@ def script(options: Namespace) -> None:
     print(Path(__file__).with_name(f"pretrain_{options.kind}_2bw.sbatch"))
 
 
+FUNCTIONS = {"start": begin, "end": end, "late": late, "show": show, "script": script}
+
+
 def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw slurm") -> int:
     parser = Parser(
         prog=prog,
@@ -289,25 +293,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "megatron-2bw slurm") ->
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, function in (("start", begin), ("end", end), ("late", late)):
-        command = commands.add_parser(name, allow_abbrev=False)  # of job.sh
-        command.set_defaults(function=function)
-        option = command.add_argument
-        option("--file", type=Path, required=True)
-        option("--job", required=True)
-        option("--start", type=int, required=True)
-        option("--checkpoints", required=True)
-        for flag in ("--signalled", "--cancelled", "--requeued"):  # how the start ended
-            option(flag, action="store_true")
-        option("--exit-status", type=int, default=0)
-        option("--refused", default="")
-        option("--reason", default="its time was over before it had saved and ended")
-    command = commands.add_parser("show", help="the states of jobs")
-    command.set_defaults(function=show)
-    command.add_argument("logs", type=Path, nargs="+", metavar="DIR")
-    command = commands.add_parser("script", help="the path of the script")
-    command.set_defaults(function=script)
-    command.add_argument("kind", choices=("gpt", "bert"))
+    for name, content in table_of(__file__).items():
+        command = commands.add_parser(name, **content["parser"], allow_abbrev=False)
+        command.set_defaults(function=FUNCTIONS[name])
+        add_options(command, content["flags"])
     options = parser.parse_args(argv)
     return run_program(prog, lambda: options.function(options))
 

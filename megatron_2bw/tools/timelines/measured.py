@@ -5,6 +5,7 @@ Invariant: the simulated lists are those that the run executed. Only durations d
 they are each stage's medians.
 """
 
+import collections
 import statistics
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -16,15 +17,18 @@ from megatron_2bw.schedules import (
     B,
     F,
     PipeDreamFlush,
+    Shape,
     TwoBW,
 )
 from megatron_2bw.tools.timelines.simulator import (
+    Event,
     Events,
     Times,
     actions_of,
     by_stage,
     of_kind,
     scaled,
+    simulate,
     simulate_lists,
 )
 from megatron_2bw.tools.timelines.waits import cut, drawn
@@ -50,12 +54,9 @@ def last_batches(events: Events, batches: int) -> Batches | None:
     None if there is none."""
     stages = 1 + max(event.stage for event in events)
     lists = by_stage(events, stages)
-    reductions = []  # of each stage: batch -> start
-    for own in lists:
-        starts = {e.action.batch: e.start for e in of_kind(own, REDUCE)}
-        if not starts:  # the stage's file ends before its first reduction
-            return None
-        reductions.append(starts)
+    reductions = [_starts(own, REDUCE) for own in lists]
+    if not all(reductions):  # a stage's file ends before its first reduction
+        return None
     last = min(map(max, reductions))
     first = max(last - batches + 1, min(map(min, reductions)))
     start = min(event.start for event in events)
@@ -80,7 +81,8 @@ def timelines(batches: Batches) -> dict[str, Any]:
     schedule = TwoBW() if has_late_step(lists) else PipeDreamFlush()
     times = medians(lists, schedule.late_step)
     simulated = simulate_lists(schedule, actions_of(lists), times, partial=True)
-    begin = _reduction_start(simulated, batches.first - 1)
+    reductions = _starts(by_stage(simulated, stages)[0], REDUCE)
+    begin = reductions.get(batches.first - 1, 0.0)
     # a measured step begins where its stage begins to wait for it, as in a simulation
     if schedule.late_step:
         for place, event in enumerate(events):
@@ -102,12 +104,9 @@ def timelines(batches: Batches) -> dict[str, Any]:
     }
 
 
-def _reduction_start(events: Events, batch: int) -> float:
-    """When stage 0 starts the reduction of `batch`; 0 before the first batch."""
-    for event in of_kind(events, REDUCE):
-        if event.stage == 0 and event.action.batch == batch:
-            return event.start
-    return 0.0
+def _starts(own: Events, kind: str) -> dict[int, float]:
+    """When a stage starts the actions of this kind, by their numbers."""
+    return {event.action.number: event.start for event in of_kind(own, kind)}
 
 
 def has_late_step(lists: Lists) -> bool:
@@ -154,9 +153,35 @@ def _medians(lists: Lists, kind: str) -> list[float]:
 
 def _least_delay(kind: str, sender: Events, receiver: Events) -> float:
     """The least time from the end of an action to the start of the receiver's."""
-    starts = {e.action.number: e.start for e in of_kind(receiver, kind)}
+    starts = _starts(receiver, kind)
     delays = []
     for event in of_kind(sender, kind):
         if event.action.number in starts:
             delays.append(starts[event.action.number] - event.end)
     return min(delays, default=0.0)
+
+
+def as_1f1b(events: Events, shape: Shape) -> Events:
+    """The batches of a run in the order of 1F1B: each action takes as long as it did,
+    and a message takes no time.
+
+    In 1F1B the first stage is the last one to end a batch, and all stages go on after
+    its step. In the run, too, that step follows its reduction at once.
+    """
+    first = by_stage(events, shape.stages)[0]
+    durations = {}
+    for event in of_kind(events, F, B, REDUCE):
+        durations[event.stage, *event.action[:2]] = event.duration
+    for reduction, step in zip(of_kind(first, REDUCE), of_kind(first, STEP)):
+        durations[0, STEP, step.action.batch] = step.end - reduction.end
+    simulated = []
+    ends = collections.defaultdict(float)  # of each action, and of each stage's last
+    # in this order each action stands after those that it waits for
+    for stage, action, *_ in simulate(PipeDreamFlush(), shape, Times(step=1.0)):
+        kind, number, *_ = action
+        before = stage - 1 if kind in (F, STEP) else stage + 1
+        start = max(ends[stage], ends[before, kind, number])
+        end = start + durations.get((stage, kind, number), 0.0)
+        ends[stage] = ends[stage, kind, number] = end
+        simulated.append(Event(stage, action, start, end))
+    return simulated

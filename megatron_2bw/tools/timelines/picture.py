@@ -62,7 +62,7 @@ def draw_shapes(
             axis,
             events,
             shape,
-            span=(0.0, until),
+            until,
             versions=versions,
             steps=not schedule.late_step,
         )
@@ -105,7 +105,8 @@ def draw_events(
     """Write a picture of a measured timeline, with times in seconds."""
     figure, (axis,) = _rows([stages])
     # of three batches: room for each
-    draw_rows(axis, events, Shape(stages, microbatches), numbers=microbatches <= 5)
+    shape = Shape(stages, microbatches)
+    draw_rows(axis, events, shape, makespan(events), numbers=microbatches <= 5)
     axis.set_title(title, loc="left", fontsize=8)
     axis.set_xlabel(
         "time (s); light: forward, dark: backward, colours: batches, black lines: weight updates"
@@ -117,21 +118,16 @@ def draw_rows(
     axis,
     events: Events,
     shape: Shape,
+    until: float,
     numbers: bool = True,
-    span: tuple[float, float] | None = None,
     versions: bool = False,
     steps: bool = False,
 ) -> None:
-    """Draw on an axis of a picture WIDTH inches wide: a collection of bars per stage,
-    and numbers where they fit."""
-    if span is None:
-        begin = min(event.start for event in events)
-        end = max(event.end for event in events)
-    else:
-        begin, end = span
-    shown = [event for event in events if event.end >= begin and event.start <= end]
+    """Draw on an axis of a picture WIDTH inches wide, from time 0 on: a collection of
+    bars per stage, and numbers where they fit."""
+    shown = [event for event in events if event.end >= 0 and event.start <= until]
     chunks = 1 + max((event.action.chunk for event in shown), default=0)
-    points = (WIDTH - 0.8) * 72 / (end - begin)
+    points = (WIDTH - 0.8) * 72 / until
     for row, own in enumerate(reversed(by_stage(shown, shape.stages))):
         bars = of_kind(own, F, B)
         kinds = (PREDICT, REDUCE, STEP) if steps else (PREDICT, REDUCE)
@@ -145,16 +141,16 @@ def draw_rows(
             linewidths=0.6,
         )
         for event in of_kind(own, STEP):
-            if begin < event.end <= end:
+            if 0 < event.end <= until:
                 line = (row - 0.45, row + 0.45)
                 axis.plot((event.end, event.end), line, color="black", linewidth=1.6)
         for bar in bars if numbers else ():
-            if begin <= bar.start and bar.end <= end * (1 + 1e-9):
+            if 0 <= bar.start and bar.end <= until * (1 + 1e-9):
                 _number(axis, bar, row, points * bar.duration, chunks, versions)
     names = [f"stage {stage}" for stage in reversed(range(shape.stages))]
     size = 8 if shape.stages <= 32 else 5
     axis.set_yticks(range(shape.stages), names, fontsize=size)
-    axis.set(facecolor=IDLE, xlim=(begin, end))
+    axis.set(facecolor=IDLE, xlim=(0, until))
     axis.set_ylim(-0.52, shape.stages - 0.48)
     axis.spines[["top", "right"]].set_visible(False)
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.base.errors import Parser, UserError, run_program
+from megatron_2bw.base.command_line import parser_of
+from megatron_2bw.base.errors import UserError, run_program
 from megatron_2bw.base.files import write_whole
-from megatron_2bw.engine.trace_file import names_of, spans_of
 from megatron_2bw.schedules import parse_actions
 from megatron_2bw.tools.timelines import measured
 from megatron_2bw.tools.timelines.page import HERE, bundle
@@ -70,31 +70,17 @@ def merge(directory: Path) -> list[Path]:
 
     picture = directory / "timeline.png"
     page = directory / "timeline.html"
-    shown = [event for event in cut(last.events, last.begin) if event.start >= 0]
+    shown = cut(last.events, last.begin)
     draw_events(shown, last.stages, last.microbatches, picture, last.title)
     content = {"trace": measured.timelines(last)}
     write_whole(page, bundle(HERE / "trace.html", content))
     return [trace, picture, page]
 
 
-def of_events(events: Events, stages: int, title: str) -> dict[str, Any]:
-    """A simulated timeline, with times in seconds, in the form of a merged trace: waits
-    are events too."""
-    records = names_of(f"pipeline: {title}", range(stages))
-    for event in events:
-        records += spans_of(event, event.stage, chunk=event.action.chunk)
-    return {"traceEvents": records, "displayTimeUnit": "ms"}
-
-
 def main(
     words: Sequence[str] | None = None, prog: str = "megatron_2bw.tools.timelines.trace"
 ) -> int:
-    parser = Parser(
-        prog=prog,
-        description="Joins the stages' files of --pipeline-trace DIR into DIR/trace.json.",
-    )
-    parser.add_argument("folder", type=Path, metavar="DIR")
-    options = parser.parse_args(words)
+    options = parser_of(prog, __file__).parse_args(words)
 
     def work() -> None:
         for path in merge(options.folder):

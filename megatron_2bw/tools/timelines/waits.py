@@ -32,11 +32,9 @@ def drawn(
     """The timeline as the pages read it, by stage: actions as text, starts, ends,
     waits; and the critical path."""
     waits = Waits(schedule, events, stages, times, small)
-    actions = []
-    for own in actions_of(waits.lists):
-        actions.append(" ".join(map(str, own)))
+    actions = actions_of(waits.lists)
     return {
-        "actions": actions,
+        "actions": [" ".join(map(str, own)) for own in actions],
         "starts": [[event.start for event in own] for own in waits.lists],
         "ends": [[event.end for event in own] for own in waits.lists],
         "waits": [list(map(list, own)) for own in waits.by_stage],
