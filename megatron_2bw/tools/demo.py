@@ -82,9 +82,9 @@ def pick_device() -> str:
     return "cuda" if torch.cuda.device_count() >= STAGES else "cpu"
 
 
-def recent(events: Events, iterations: int) -> tuple[float, Events]:
-    """The mean time of half of the batches, and the actions of SHOWN batches: the last
-    ones before the very last, in which the pipeline drains."""
+def recent(events: Events, iterations: int) -> tuple[float, float, Events]:
+    """The mean time of half of the batches, and the time and the actions of SHOWN
+    batches: the last ones before the very last, in which the pipeline drains."""
     half = iterations // 2
     begins = []
     for batches in (1, 1 + half, 1 + SHOWN):
@@ -95,7 +95,7 @@ def recent(events: Events, iterations: int) -> tuple[float, Events]:
         # colours repeat after as many batches, and bars have room for two digits
         number = event.action.number % (SHOWN * MICROBATCHES)
         shown.append(event._replace(action=event.action._replace(number=number)))
-    return (end - middle) / half, shown
+    return (end - middle) / half, end - begin, shown
 
 
 def draw(
@@ -160,17 +160,17 @@ def tell(options: argparse.Namespace, log: str) -> None:
     print(f"validation loss  {validation.loss:.3f}")
     timelines = {}
     until = 0.0
-    if options.schedule != MEGATRON and iterations > 1:
+    if options.schedule != MEGATRON and iterations > SHOWN:
         trace = json.loads((options.out / "trace.json").read_text())
         events = scaled(timed(trace["traceEvents"]), 1e3)
         flush = as_1f1b(events, Shape(STAGES, MICROBATCHES, 0, iterations))
-        own_time, own = recent(events, iterations)
-        flush_time, flush = recent(flush, iterations)
+        own_time, own_shown, own = recent(events, iterations)
+        flush_time, flush_shown, flush = recent(flush, iterations)
         timelines = {
             f"{options.schedule}, measured: {own_time:.0f} ms a batch": own,
             f"1F1B, simulated with these times: {flush_time:.0f} ms a batch": flush,
         }
-        until = SHOWN * max(own_time, flush_time)
+        until = max(own_shown, flush_shown)
         print(
             f"speed            {flush_time / own_time:.2f} times as fast as 1F1B (simulated "
             f"with this run's times: {own_time:.0f} against {flush_time:.0f} ms a batch)"

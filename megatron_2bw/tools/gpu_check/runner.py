@@ -37,9 +37,12 @@ say = functools.partial(print, flush=True)
 def main(argv: Sequence[str], prog: str) -> int:
     names = [row.name for row in ROWS]
     parser = parser_of(prog, __file__)
-    only = "only this row, may be repeated: %(choices)s"
     parser.add_argument(
-        "--row", action="append", choices=names, metavar="NAME", help=only
+        "--row",
+        action="append",
+        choices=names,
+        metavar="NAME",
+        help="only this row, may be repeated: %(choices)s",
     )
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.device_count():
