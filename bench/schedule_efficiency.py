@@ -38,7 +38,6 @@ from megatron_2bw.base.local_ranks import run_world
 from megatron_2bw.tools.gpu_check.entry import gpt_flags, nothing
 from megatron_2bw.tools.planner.descriptions.inputs import numbers
 
-PAPER = " --two-bw-late all --two-bw-correction none"
 OURS = ("2bw", "pipedream-flush", "gpipe", "no-pipelining", "megatron")
 ALL = (*OURS, "megatron-interleaved", *PEERS)
 
@@ -55,7 +54,8 @@ def options() -> Namespace:
     option("--step-ms", type=numbers, default=[], help="a row for each, and for 0")
     option("--schedules", type=list_of(ALL), help="default: all")
     option("--iterations", type=int, default=9)
-    option("--flags", default="", help="of Megatron, by ;: a row for each set")
+    meaning = "of Megatron, by ;: a row for each set, of 2bw alone with --two-bw-..."
+    option("--flags", default="", help=meaning)
     chosen = parser.parse_args()
     if chosen.iterations < 7:
         parser.error(
@@ -68,22 +68,19 @@ def options() -> Namespace:
 
 
 def command(
-    schedule: str,
-    stages: int,
-    microbatches: int,
-    chosen: Namespace,
-    flags: str,
+    schedule: str, stages: int, microbatches: int, chosen: Namespace, flags: str
 ) -> list[str]:
     """The command line of a tiny GPT with a layer per stage (two if the stages are
     interleaved), or of a real one."""
-    name = "2bw" if schedule == "limit" else schedule
+    name = schedule
     layers = stages
-    if name == "megatron-interleaved":
+    if schedule in ("2bw", "limit"):
+        name = "2bw --two-bw-late all --two-bw-correction none"
+    elif schedule == "megatron-interleaved":
         name = "megatron --num-virtual-stages-per-pipeline-rank 2"
         layers = 2 * stages
     text = f"""--pipeline-model-parallel-size {stages} --global-batch-size {microbatches * chosen.width}
         --train-iters {chosen.iterations} --pipeline-schedule {name}"""
-    text += PAPER if name == "2bw" else ""
     if chosen.real:
         text += (
             " --vocab-size 255 --make-vocab-size-divisible-by 128 --log-interval 100"
@@ -180,12 +177,12 @@ def cases(chosen: Namespace) -> Iterator[tuple[str, int, int, str, int]]:
             microbatches *= stages
         sets = [""] if schedule == "limit" else chosen.flags.split(";")
         for flags, step in itertools.product(sets, (0, *chosen.step_ms)):
-            yield schedule, stages, microbatches, flags.strip(), step
+            if schedule == "2bw" or "--two-bw" not in flags:
+                yield schedule, stages, microbatches, flags.strip(), step
 
 
 def main() -> None:
     chosen = options()
-    machine = {"cores": os.cpu_count(), "python": platform.python_version()}
     rows = []
     limit = 0.0
     for schedule, stages, microbatches, flags, step in cases(chosen):
@@ -201,6 +198,7 @@ def main() -> None:
         rows.append(row)
         times = "iteration {iteration_ms:8.1f} ms  efficiency {efficiency:.3f}"
         print(f"{name}  {times.format(**row)}   {flags} step {step} ms", flush=True)
+        machine = {"cores": os.cpu_count(), "python": platform.python_version()}
         write_result(chosen.json, {"machine": machine, "rows": rows}, draw(rows))
 
 

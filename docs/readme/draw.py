@@ -5,7 +5,7 @@ docs/schedules.md.
 
 schedules.png is simulated from the lists of actions that the runtime executes; its
 gaps are those of megatron_2bw/run/flags/correction_notes.yaml. results.png shows
-docs/bench/all_schedules.json (docs/efficiency.md has its command).
+docs/bench/peers.json (docs/efficiency.md has its command).
 """
 
 import json
@@ -69,17 +69,27 @@ def draw_schedules(path: Path) -> None:
     figure.savefig(path, dpi=300)
 
 
+NAMES = {
+    "2bw": "2bw, all late, paper's rule",
+    "2bw --two-bw-correction predict": "2bw, all late, predicted",
+    "2bw --two-bw-late 25% --two-bw-correction auto": "2bw, default (2 late)",
+    "megatron": "Megatron's 1F1B",
+    "megatron-interleaved": "Megatron's interleaved",
+    "torch-interleaved-1f1b": "torch's interleaved",
+    "torch-zbv": "torch's ZBV",
+}
+
+
 def draw_results(measured: Path, path: Path) -> None:
     rows = json.loads(measured.read_text())["rows"]
     rows.sort(key=itemgetter("efficiency"))
     figure = new_figure(3.6, HEIGHT)
     axis = figure.subplots()
     for row in rows:
-        name = row["schedule"]
+        name = f"{row['schedule']} {row['flags']}".strip()
         share = row["efficiency"]
-        colour = "#0072b2" if name == "2bw" else "#bdbdbd"
-        label = "megatron (1F1B)" if name == "megatron" else name
-        bar = axis.barh(label, share, color=colour)
+        colour = "#0072b2" if row["schedule"] == "2bw" else "#bdbdbd"
+        bar = axis.barh(NAMES.get(name, name), share, color=colour)
         axis.bar_label(bar, [f"{share:.0%}"], padding=2, fontsize=7.5)
     axis.set_xlim(0, 1.12)
     axis.set_xticks([])
@@ -99,4 +109,4 @@ if __name__ == "__main__":
     draw_shapes(panels, HERE.parent / "schedules.png", until=UNTIL)
     dial = [(TwoBW(late), EIGHT) for late in (0, 2, 4, 7)]
     draw_shapes(dial, HERE.parent / "dial.png", until=UNTIL_EIGHT)
-    draw_results(HERE.parent / "bench" / "all_schedules.json", HERE / "results.png")
+    draw_results(HERE.parent / "bench" / "peers.json", HERE / "results.png")

@@ -25,8 +25,9 @@ class TwoBW(Schedule):
     Late microbatches of batch j run before the step of batch j - 1 is complete, up to
     as many as a stage is ahead of its backwards. So with m microbatches on d even
     stages a batch takes m + max(d - 1 - K, 0) times an F and a B: K = 0 has the order
-    of 1F1B with a flush, K = d - 1 no bubble, K = m is the paper's 2BW. No schedule
-    with K late microbatches and one chunk a stage is faster (docs/schedules.md).
+    of 1F1B with a flush, K = d - 1 no bubble, K = m is the paper's 2BW. With K < m or
+    K >= d - 1 no schedule with K late microbatches and one chunk a stage is faster
+    (docs/schedules.md).
 
     The step of batch j stands in the list of iteration j + 1, at the last possible
     place: before this stage's first forward that reads W(j + 1), and before the last
