@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_2bw.engine.updates import PerBatch
-from megatron_2bw.mcore.rebinding import constant
+from megatron_2bw.mcore.rebinding import constant, replaced
 
 
 class Slot:
@@ -261,17 +261,13 @@ class LossScales(PerBatch):
     def unscaling_by(self, scale: Tensor) -> Iterator[None]:
         """Inside, Megatron's optimizers unscale by `scale`, whatever their scaler's
         present one is."""
-        replaced = []
-        for part in self._parts:
-            scaler = getattr(part, "grad_scaler", None)
-            if scaler is not None:
-                replaced.append((part, scaler))
-                part.grad_scaler = _BatchScaler(scaler, scale)
-        try:
+        with contextlib.ExitStack() as undo:
+            for part in self._parts:
+                scaler = getattr(part, "grad_scaler", None)
+                if scaler is not None:
+                    own = _BatchScaler(scaler, scale)
+                    undo.enter_context(replaced(part, grad_scaler=own))
             yield
-        finally:
-            for part, scaler in replaced:
-                part.grad_scaler = scaler
 
 
 class _BatchScaler:

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ from megatron_2bw.engine.pipeline import warmed_up
 from megatron_2bw.engine.streams import own_stream
 from megatron_2bw.mcore.batch_sizes import planned
 from megatron_2bw.mcore.late_step import StepResult
+from megatron_2bw.mcore.rebinding import replaced
 from megatron_2bw.mcore.stage_times import Meeting
 
 # Peak of the matrix units in 16-bit floats, by torch's names of GPUs (NVIDIA's data
@@ -51,8 +51,7 @@ TFLOPS = {
 }
 
 
-# of Megatron's arguments
-samples_of = attrgetter("consumed_train_samples", "skipped_train_samples")
+SAMPLES = ("consumed_train_samples", "skipped_train_samples")
 
 
 @dataclass(frozen=True)
@@ -60,13 +59,13 @@ class Entry:
     """A call of `training_log` that waits for its step.
 
     seconds   of its iteration
-    samples   consumed and skipped by then
+    samples   SAMPLES of Megatron's arguments by then
     computed  when its losses are
     """
 
     values: dict[str, Any]
     seconds: float
-    samples: tuple[int, int]
+    samples: dict[str, int]
     computed: torch.cuda.Event
 
 
@@ -108,7 +107,7 @@ class LogLines:
         self._warn_of_retries(values)
         self._write = write
         computed = torch.cuda.current_stream().record_event()
-        samples = samples_of(get_args())
+        samples = {name: getattr(get_args(), name) for name in SAMPLES}
         self._entries.append(Entry(values, self._read(), samples, computed))
         if self._meeting is not None:
             stages = self._meeting.stats(_has_line(values))
@@ -143,20 +142,17 @@ class LogLines:
 
     def _write_one(self, entry: Entry, changes: dict, losses: Any) -> None:
         changes["report_memory_flag"] = self._report_memory
-        if _has_line(entry.values):
-            self._printed = entry.values["iteration"]
-        args = get_args()
-        now = samples_of(args)
-        args.consumed_train_samples, args.skipped_train_samples = entry.samples
+        printed = entry.values["iteration"] if _has_line(entry.values) else None
         self._stream.wait_event(entry.computed)
-        try:
+        with (
+            replaced(get_args(), **entry.samples),
+            replaced(self, _printed=printed),
+            self._trackers_of(losses),
             # Megatron sums losses and waits: for them, not for the next batch
-            with self._trackers_of(losses), torch.cuda.stream(self._stream):
-                self._report_memory = self._write(**entry.values | changes)
-            torch.cuda.current_stream().wait_stream(self._stream)
-        finally:
-            args.consumed_train_samples, args.skipped_train_samples = now
-            self._printed = None
+            torch.cuda.stream(self._stream),
+        ):
+            self._report_memory = self._write(**entry.values | changes)
+        torch.cuda.current_stream().wait_stream(self._stream)
 
     @contextlib.contextmanager
     def _trackers_of(self, losses: Any) -> Iterator[None]:

@@ -28,6 +28,7 @@ from megatron_2bw.mcore.grad_buffers import (
     all_buffers,
     use_groups,
 )
+from megatron_2bw.mcore.rebinding import replaced
 
 if TYPE_CHECKING:
     from megatron_2bw.mcore.complete_gradients import CompleteGradients
@@ -173,13 +174,12 @@ def thread_local_matmul_precision() -> Iterator[None]:
         else:
             put(precision)
 
-    torch.get_float32_matmul_precision = get_own
-    torch.set_float32_matmul_precision = put_own
-    try:
+    with replaced(
+        torch,
+        get_float32_matmul_precision=get_own,
+        set_float32_matmul_precision=put_own,
+    ):
         yield
-    finally:
-        torch.get_float32_matmul_precision = get
-        torch.set_float32_matmul_precision = put
 
 
 class ProxyModel:
@@ -269,23 +269,19 @@ def shards_of_proxies(
     for proxy, param in owners.items():
         if param in original:
             extended[proxy] = original[param]
-    part.model_param_gbuf_map = extended
 
     def range_map_of_owner(param: Tensor) -> dict:
-        part.model_param_gbuf_map = original
-        try:
+        with replaced(part, model_param_gbuf_map=original):
             ranges = range_map(owners.get(param, param))
-        finally:
-            part.model_param_gbuf_map = extended
         if flat:
             ranges = ranges | {"param": ranges["param"].normalize()}
         return ranges
 
     part._get_model_param_range_map = range_map_of_owner
     try:
-        yield
+        with replaced(part, model_param_gbuf_map=extended):
+            yield
     finally:
-        part.model_param_gbuf_map = original
         del part._get_model_param_range_map
 
 

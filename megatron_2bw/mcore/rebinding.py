@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +102,19 @@ def around(replacement: Callable) -> Callable:
         return call
 
     return replace
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[dict[str, Any]]:
+    """Inside, attributes of `owner` have these values; yields what they were."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield before
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def arguments(

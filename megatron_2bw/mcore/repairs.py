@@ -4,6 +4,7 @@ Their first argument is the original; that of a method has the object, `self`, a
 second.
 """
 
+import contextlib
 import functools
 import itertools
 import multiprocessing
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from megatron_2bw.base.processes import end_with_parent
 from megatron_2bw.mcore.checkpoints import folder, unpickle
-from megatron_2bw.mcore.rebinding import around
+from megatron_2bw.mcore.rebinding import around, replaced
 
 
 @around
@@ -88,14 +89,10 @@ def switch_once(switch: Callable, self, *args, **kwargs) -> None:
 
 @around
 def places_without_padding(sharded_param_state: Callable, self, *args, **kwargs) -> Any:
-    padded = [buffer.param_index_map for buffer in self.buffers]
-    try:
+    with contextlib.ExitStack() as undo:
         for buffer in self.buffers:
-            buffer.param_index_map = _unpadded(buffer)
+            undo.enter_context(replaced(buffer, param_index_map=_unpadded(buffer)))
         return sharded_param_state(self, *args, **kwargs)
-    finally:
-        for buffer, places in zip(self.buffers, padded):
-            buffer.param_index_map = places
 
 
 def _unpadded(buffer: Any) -> dict:

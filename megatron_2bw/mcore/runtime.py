@@ -7,7 +7,7 @@ the loop waits for another stage.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,7 @@ from megatron_2bw.mcore.grad_buffers import all_buffers
 from megatron_2bw.mcore.late_step import LateStep
 from megatron_2bw.mcore.log_lines import LogLines
 from megatron_2bw.mcore.options import RunOptions
-from megatron_2bw.mcore.rebinding import arguments, around
+from megatron_2bw.mcore.rebinding import arguments, around, replaced
 from megatron_2bw.mcore.stage import Call, MegatronStage
 from megatron_2bw.mcore.stage_times import Meeting, StageClock
 from megatron_2bw.mcore.working_copy import resume_note
@@ -85,8 +85,8 @@ class MegatronRuntime:
         self._optimizer: Any = None
         self._scheduler: Any = None
         self._step_result: tuple = ()
-        # exit flags as they were given, while `decide_exit` hides them
-        self._hidden: tuple | None = None
+        # exit flags as they were given, which `decide_exit` hides
+        self._given: dict[str, Any] = {}
 
     # Replacements of Megatron's functions (patches.py); their first argument is the
     # original.
@@ -141,26 +141,21 @@ class MegatronRuntime:
     @around
     def save(self, save_checkpoint: Callable, *args: Any, **kwargs: Any) -> Any:
         self.sync_weights()
-        if self._hidden is None:
-            return save_checkpoint(*args, **kwargs)
         # A checkpoint holds the arguments.
-        with _exit_flags(*self._hidden):
+        with replaced(get_args(), **self._given):
             return save_checkpoint(*args, **kwargs)
 
     @around
     def decide_exit(
         self, checkpoint_and_decide_exit: Callable, *args: Any, **kwargs: Any
     ) -> bool:
-        if self.exit_requested:
-            leave = checkpoint_and_decide_exit(*args, **kwargs)
-        else:
+        hidden = {}
+        if not self.exit_requested:
             # Megatron asks all ranks in every iteration; here the late step has asked
             # them in the background.
-            with _exit_flags(False, None) as self._hidden:
-                try:
-                    leave = checkpoint_and_decide_exit(*args, **kwargs)
-                finally:
-                    self._hidden = None
+            hidden = dict(exit_signal_handler=False, exit_duration_in_mins=None)
+        with replaced(get_args(), **hidden) as self._given:
+            leave = checkpoint_and_decide_exit(*args, **kwargs)
         if leave:
             self.sync_weights()
         return leave
@@ -435,17 +430,3 @@ class MegatronRuntime:
     def _step_now(self) -> bool:
         self._step_result = self._megatron_step()
         return bool(self._step_result[0])
-
-
-@contextlib.contextmanager
-def _exit_flags(signal_handler: bool, minutes: int | None) -> Iterator[tuple]:
-    """--exit-signal-handler and --exit-duration-in-mins with other values; yields what
-    they were."""
-    args = get_args()
-    asked = (args.exit_signal_handler, args.exit_duration_in_mins)
-    args.exit_signal_handler = signal_handler
-    args.exit_duration_in_mins = minutes
-    try:
-        yield asked
-    finally:
-        args.exit_signal_handler, args.exit_duration_in_mins = asked

@@ -11,6 +11,7 @@ W'(j+1) = W(j+1) = W(j); nothing here communicates, but for the distributed opti
 gathering of true weights.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -26,6 +27,7 @@ from megatron_2bw.engine.weights import WeightStores
 from megatron_2bw.mcore.correction import NO_CORRECTION, Correction
 from megatron_2bw.mcore.grad_buffers import GradientSlots
 from megatron_2bw.mcore.proxies import Proxies
+from megatron_2bw.mcore.rebinding import replaced
 
 # Where Megatron's optimizers hold parameters of the model, and the fp32 main parameters
 # (or shards of them) that they copy to these.
@@ -214,15 +216,10 @@ class WorkingCopy(PerBatch):
     def _copy_values(self, part: Any, values: list[Tensor]) -> None:
         """Megatron's copy from main to model parameters, with these as the main
         parameters."""
-        mains = mains_of(part)
-        true = [main.data for main in mains]
-        for main, tensor in zip(mains, values):
-            main.data = tensor
-        try:
+        with contextlib.ExitStack() as undo:
+            for main, tensor in zip(mains_of(part), values):
+                undo.enter_context(replaced(main, data=tensor))
             self._copy[part]()
-        finally:
-            for main, tensor in zip(mains, true):
-                main.data = tensor
 
     def _correct(
         self,

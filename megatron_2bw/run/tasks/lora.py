@@ -7,9 +7,8 @@ holds the adapters alone, the model stays in --lora-base.
 """
 
 import argparse
-import contextlib
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,6 +28,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_2bw.base.errors import UserError
+from megatron_2bw.mcore.rebinding import replaced
 from megatron_2bw.run.flags.project_flags import ADAPTER
 
 
@@ -188,28 +188,18 @@ def adapted(models: list) -> list:
     adapters."""
     args = get_args()
     if args.lora_base is not None:
-        with _as_base(args):
+        # for its weights alone, and it must be there
+        with replaced(
+            args,
+            finetune=True,
+            ckpt_step=None,
+            pretrained_checkpoint=None,
+            exit_on_missing_checkpoint=True,
+            ckpt_format="torch_dist",
+            use_dist_ckpt=True,
+            auto_detect_ckpt_format=True,
+        ):
             training.load_checkpoint(models, None, None, load_arg="lora_base")
     for model in models:
         adapt(model, args)
     return models
-
-
-@contextlib.contextmanager
-def _as_base(args: argparse.Namespace) -> Iterator[None]:
-    """Inside, a checkpoint is loaded for its weights alone, and must be there."""
-    settings = dict(
-        finetune=True,
-        ckpt_step=None,
-        pretrained_checkpoint=None,
-        exit_on_missing_checkpoint=True,
-        ckpt_format="torch_dist",
-        use_dist_ckpt=True,
-        auto_detect_ckpt_format=True,
-    )
-    before = {name: getattr(args, name) for name in settings}
-    vars(args).update(settings)
-    try:
-        yield
-    finally:
-        vars(args).update(before)

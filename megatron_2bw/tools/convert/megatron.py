@@ -58,16 +58,12 @@ def arguments(flags: list[str], task: str) -> Namespace:
     def stop(line: str) -> NoReturn:
         raise UserError(line)
 
-    argv = sys.argv
-    sys.argv = [argv[0], *flags, *_RUN]
-    try:
-        with silence():
-            from megatron.training.global_vars import unset_global_variables
+    argv = [sys.argv[0], *flags, *_RUN]
+    with rebinding.replaced(sys, argv=argv), silence():
+        from megatron.training.global_vars import unset_global_variables
 
-            unset_global_variables()
-            return parse.parse(parse.parse_early(sys.argv[1:], stop, task), stop)
-    finally:
-        sys.argv = argv
+        unset_global_variables()
+        return parse.parse(parse.parse_early(argv[1:], stop, task), stop)
 
 
 @contextlib.contextmanager
