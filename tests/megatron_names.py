@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_2bw.base.files import read_yaml
+from megatron_2bw.base.command_line import table_of
 from megatron_2bw.mcore import cpu
 
 # The names that patches.py has no row for, by module:class.
-NAMES = read_yaml(Path(__file__).with_suffix(".yaml"))
+NAMES = table_of(__file__)
 
 
 def parsed(names: str) -> list[tuple[str, str | None]]:

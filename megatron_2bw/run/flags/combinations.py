@@ -6,15 +6,14 @@ flag and says what to do. Those that compare no numbers are in combinations.yaml
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 
-from megatron_2bw.base.files import read_yaml
+from megatron_2bw.base.command_line import table_of
 from megatron_2bw.run.flags.environment import exchange
 from megatron_2bw.run.flags.project_flags import add_flags
 from megatron_2bw.run.flags.resolve import batch_sizes, obstacle, replica
 from megatron_2bw.run.flags.rule import Args, asks, have, installed, value
 
-_TABLES = read_yaml(Path(__file__).with_suffix(".yaml"))
+_TABLES = table_of(__file__)
 _DEFAULTS = add_flags(argparse.ArgumentParser()).parse_args([])
 _APEX_SOFTMAX = "scaled_upper_triang_masked_softmax_cuda"
 

@@ -6,15 +6,14 @@ Invariant: without torch.
 
 import copy
 import math
-from pathlib import Path
 
-from megatron_2bw.base.files import read_yaml
+from megatron_2bw.base.command_line import table_of
 from megatron_2bw.run.flags.resolve import batch_sizes, prediction, replica
 from megatron_2bw.run.flags.rule import Args
 from megatron_2bw.schedules import Schedule, TwoBW
 
 # Validation losses above vanilla's in per cent (docs/convergence.md).
-GAPS = read_yaml(Path(__file__).with_suffix(".yaml"))
+GAPS = table_of(__file__)
 
 
 def notes(args: Args, schedule: Schedule) -> list[str]:

@@ -7,11 +7,9 @@ imported.
 import argparse
 import math
 import os
-from pathlib import Path
 
-from megatron_2bw.base.command_line import TYPES, add_options
+from megatron_2bw.base.command_line import TYPES, add_options, table_of
 from megatron_2bw.base.errors import UserError, whole_number
-from megatron_2bw.base.files import read_yaml
 from megatron_2bw.run.flags.resolve import correction_of
 from megatron_2bw.run.flags.rule import Args, value
 from megatron_2bw.schedules import SCHEDULE_NAMES, SCHEDULES
@@ -124,7 +122,7 @@ _TYPES = TYPES | {
     "correction": correction,
     "absolute path": os.path.abspath,
 }
-_TABLES = read_yaml(Path(__file__).with_suffix(".yaml"))
+_TABLES = table_of(__file__)
 
 
 def add_flags(

@@ -9,9 +9,8 @@ name; one that changes nothing is named in a line of the log.
 import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
-from megatron_2bw.base.files import read_yaml
+from megatron_2bw.base.command_line import table_of
 from megatron_2bw.run.flags.rule import Args, Rule, have, value
 
 # Megatron's notations of the layers of each stage
@@ -79,7 +78,7 @@ def _balances_quantiles(args: Args) -> bool:
     return "quantile_balancing" in args.moe_router_load_balancing_type
 
 
-_TABLES = read_yaml(Path(__file__).with_suffix(".yaml"))
+_TABLES = table_of(__file__)
 
 # What asks for a feature, where it is not any true value of the flag, or one of the
 # values of the rule.

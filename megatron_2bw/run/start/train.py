@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_2bw.base.argv import expand_files, flag_of, groups, merged, split_by
-from megatron_2bw.base.command_line import add_options
+from megatron_2bw.base.command_line import add_options, table_of
 from megatron_2bw.base.errors import Parser, UserError, usage_error, whole_number
 from megatron_2bw.base.files import read_yaml
 from megatron_2bw.mcore.checkpoints.folder import TRACKER
@@ -26,7 +26,7 @@ from megatron_2bw.run.flags.rule import installed
 from megatron_2bw.run.start.plan_file import first_plan
 from megatron_2bw.run.start.torchrun import run_ranks, torchrun
 
-TABLES = read_yaml(Path(__file__).with_suffix(".yaml"))
+TABLES = table_of(__file__)
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -85,11 +85,6 @@ def _parser(prog: str, meaning: str) -> Parser:
         "processes; by default the hosts are those of the Slurm step"
     )
     add_options(group, TABLES["options"])
-    if "SLURM_STEP_ID" in os.environ:
-        parser.set_defaults(
-            nnodes=os.environ["SLURM_STEP_NUM_NODES"],
-            node_rank=os.environ["SLURM_NODEID"],
-        )
     return parser
 
 
@@ -99,6 +94,10 @@ def _parsed(
     """This command's options, and the flags of the run. The words before the first flag
     are this command's."""
     step = os.environ if "SLURM_STEP_ID" in os.environ else {}
+    if step:
+        parser.set_defaults(
+            nnodes=step["SLURM_STEP_NUM_NODES"], node_rank=step["SLURM_NODEID"]
+        )
     argv = expand_files(argv)
     head = 0
     while head < len(argv) and not argv[head].startswith("-"):

@@ -8,12 +8,11 @@ only move rows.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_2bw.base.files import read_yaml
+from megatron_2bw.base.command_line import table_of
 from megatron_2bw.tools.planner.descriptions.model import Model
 
 # a row for each token
@@ -52,7 +51,7 @@ class Family:
         return self.transposed and ".linear_" in name and name.endswith("weight")
 
 
-_DATA = read_yaml(Path(__file__).with_name("families.yaml"))
+_DATA = table_of(__file__)
 FAMILIES = {kind: Family(**fields) for kind, fields in _DATA.items()}
 
 
@@ -61,7 +60,7 @@ def to_megatron(
     name: str,
     parts: Sequence[Tensor],
     model: Model,
-    rows: int | None = None,
+    rows: int,
 ) -> Tensor:
     """Megatron's parameter `name`, whole, from Hugging Face's tensors `parts`.
 
@@ -77,7 +76,7 @@ def to_megatron(
         # [query heads of a group, its key head, its value head] for each group
         grouped = [part.unflatten(0, (model.groups, -1)) for part in parts]
         return torch.cat(grouped, dim=1).flatten(0, 1)
-    if rows and name in VOCABULARY:
+    if name in VOCABULARY:
         padding = parts[0][-1:]
         if name.endswith("bias"):
             padding = torch.full_like(padding, PADDING_BIAS)
