@@ -141,12 +141,8 @@ class _StagedWork:
 
 
 def _host_copy_of(tensor: Tensor) -> Tensor:
-    return torch.empty(
-        tensor.shape,
-        dtype=tensor.dtype,
-        device="cpu",
-        pin_memory=torch.cuda.is_available(),
-    )
+    pinned = torch.cuda.is_available()
+    return torch.empty_like(tensor, device="cpu", pin_memory=pinned)
 
 
 class Receiver:

@@ -132,11 +132,9 @@ class Pipeline:
                 ahead = schedule.ahead(shape, upper) - schedule.ahead(shape, upper + 1)
                 receiver.prefetch_depth = max(ahead, 1)
 
-    def actions(self, iteration: int, index: int | None = None) -> list[Action]:
-        """The schedule's list for this stage, or for the stage `index`."""
-        if index is None:
-            index = self.index
-        return self.schedule.actions(self.shape, index, iteration)
+    def actions(self, iteration: int) -> list[Action]:
+        """The schedule's list for this stage."""
+        return self.schedule.actions(self.shape, self.index, iteration)
 
     def is_warm(self, iteration: int) -> bool:
         """Whether receives may be posted early: a posted receive of NCCL occupies the
@@ -203,7 +201,8 @@ class Pipeline:
         ):
             if receiver is None:
                 continue
-            theirs = [action.kind for action in self.actions(iteration, neighbour)]
+            sends = self.schedule.actions(self.shape, neighbour, iteration)
+            theirs = [action.kind for action in sends]
             receiver.prefetch = prefetch
             if receiver.channel.occupies_device:
                 before_step = theirs

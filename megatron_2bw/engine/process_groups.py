@@ -8,6 +8,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partialmethod
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed import distributed_c10d
 from megatron_2bw.engine.streams import POOL
 
 _made: Counter[str] = Counter()
+_torchs: Any = distributed_c10d  # with names that mypy does not know
 
 
 def new_group(
@@ -44,9 +46,8 @@ def new_group(
     def own_name(ranks: list[int]) -> str:
         return digest
 
-    named: Any = distributed_c10d
-    name_of = named._hash_ranks_to_str
-    named._hash_ranks_to_str = own_name
+    name_of = _torchs._hash_ranks_to_str
+    _torchs._hash_ranks_to_str = own_name
     try:
         group = dist.new_group(
             list(ranks),
@@ -56,15 +57,14 @@ def new_group(
             group_desc=f"2bw {name}",
         )
     finally:
-        named._hash_ranks_to_str = name_of
+        _torchs._hash_ranks_to_str = name_of
     return cast(dist.ProcessGroup, group)
 
 
 def streams_warning() -> str | None:
     """One line if this rank is in more groups of NCCL than torch's pool has streams
     (torch >= 2.15: one a group)."""
-    named: Any = distributed_c10d
-    backends = [dist.get_backend(group) for group in list(named._world.pg_map)]
+    backends = [dist.get_backend(group) for group in list(_torchs._world.pg_map)]
     count = sum("nccl" in backend for backend in backends)
     if count <= POOL:
         return None
@@ -121,18 +121,7 @@ class StepGroup:
 
         return call
 
-    def allreduce(self, tensors: list[Tensor], *options: Any) -> Any:
-        return self._through_host("allreduce", tensors, options)
-
-    def broadcast(self, tensors: list[Tensor], *options: Any) -> Any:
-        return self._through_host("broadcast", tensors, options)
-
-    def _through_host(
-        self,
-        name: str,
-        tensors: list[Tensor],
-        options: tuple[Any, ...],
-    ) -> Any:
+    def _through_host(self, name: str, tensors: list[Tensor], *options: Any) -> Any:
         collective: Callable[..., Any] = self.__getattr__(name)
         if not (self._over_gloo and tensors[0].is_cuda):
             return collective(tensors, *options)
@@ -143,6 +132,9 @@ class StepGroup:
         for tensor, host in zip(tensors, hosts):
             tensor.copy_(host)
         return None
+
+    allreduce = partialmethod(_through_host, "allreduce")
+    broadcast = partialmethod(_through_host, "broadcast")
 
 
 class _Complete:

@@ -94,14 +94,15 @@ def spans_of(
     times are in seconds."""
 
     def span(name: str, kind: str, start: float, end: float) -> dict[str, Any]:
-        place = {
+        return {
             "name": name,
             "cat": kind,
             "ph": "X",
             "pid": pipeline,
             "tid": stage,
+            "ts": start * 1e6,
+            "dur": (end - start) * 1e6,
         }
-        return place | {"ts": start * 1e6, "dur": (end - start) * 1e6}
 
     action = record.action
     waited = record.start - record.asked
