@@ -23,7 +23,7 @@ import torch.utils.data
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megatron_2bw.mcore.rebinding import around, constant
+from megatron_2bw.mcore.rebinding import around, constant, unchanged
 
 CPU = torch.device("cpu")
 
@@ -200,7 +200,7 @@ def install() -> None:
     _replace(torch.cuda.random, "device_count", constant(0))
     loader = torch.utils.data.DataLoader
     _replace(loader, "__init__", _own_generator(loader.__init__))
-    _replace(torch.nn.Module, "cuda", _stay)
+    _replace(torch.nn.Module, "cuda", unchanged)
     run_backward = torch.autograd._engine_run_backward
     _replace(torch.autograd, "_engine_run_backward", _in_the_mode(run_backward))
     # Compiling small fusions with a C++ compiler costs minutes and gains nothing here;
@@ -222,10 +222,6 @@ def install() -> None:
 def _replace(owner: Any, name: str, value: Any) -> None:
     _installed.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
-
-
-def _stay(module: torch.nn.Module, device=None) -> torch.nn.Module:
-    return module
 
 
 def _uncompiled(model: Callable | None = None, **options) -> Callable:

@@ -46,7 +46,7 @@ class Slot:
             for param, (start, end, _) in buffer.param_index_map.items():
                 self.main_grads[param] = buffer.grad_data[start:end].view(param.shape)
 
-    def twin(self, new: Callable[[Tensor], Tensor] = torch.zeros_like) -> "Slot":
+    def twin(self, new: Callable[[Tensor], Tensor]) -> "Slot":
         """A second slot with the same layout, whose buffers `new` makes. Bytes: those
         of the gradients."""
         twin_of = {}  # by a bucket's id

@@ -38,7 +38,7 @@ from megatron_2bw.engine.pipeline import warmed_up
 from megatron_2bw.engine.streams import own_stream
 from megatron_2bw.mcore.batch_sizes import planned
 from megatron_2bw.mcore.late_step import StepResult
-from megatron_2bw.mcore.rebinding import replaced
+from megatron_2bw.mcore.rebinding import around, replaced
 from megatron_2bw.mcore.stage_times import Meeting
 
 # Peak of the matrix units in 16-bit floats, by torch's names of GPUs (NVIDIA's data
@@ -245,6 +245,11 @@ class Progress:
         self._planned = 0  # samples of the whole run
         self._before = (0, 0)  # iteration and samples of the line before
 
+    @around
+    def print_line(self, print_rank_last: Callable, message: str) -> None:
+        """For Megatron's own schedule."""
+        print_rank_last(self.line(message))
+
     def line(self, text: str) -> str:
         """What Megatron prints; to an iteration's line the progress is added, which
         also goes to the dashboards."""
@@ -290,16 +295,6 @@ class Progress:
         if samples == first:
             return pace
         return (now - start) / (samples - first)
-
-
-def with_progress(print_rank_last: Callable) -> Callable:
-    """For Megatron's own schedule."""
-    progress = Progress()
-
-    def print_line(message: str) -> None:
-        print_rank_last(progress.line(message))
-
-    return print_line
 
 
 def _send(values: dict[str, float], iteration: int) -> None:

@@ -17,7 +17,7 @@ import torch
 from megatron_2bw.mcore import cpu, torch_norm
 from megatron_2bw.mcore import repairs as repair
 from megatron_2bw.mcore.checkpoints import folder
-from megatron_2bw.mcore.rebinding import Patch, around, constant, rows
+from megatron_2bw.mcore.rebinding import Patch, around, constant, rows, unchanged
 
 if TYPE_CHECKING:
     from megatron_2bw.mcore.runtime import MegatronRuntime
@@ -27,11 +27,6 @@ FILES = "megatron.training.checkpointing"
 OPTIMIZER = "megatron.core.optimizer"
 CLIPPING = "megatron.core.optimizer.clip_grads"
 SHARDED = "megatron.core.optimizer.distrib_optimizer"
-
-
-@around
-def do_nothing(original: Callable, *args: Any, **kwargs: Any) -> None:
-    """In the place of a function of Megatron's that needs a GPU."""
 
 
 def for_schedule(runtime: MegatronRuntime) -> list[Patch]:
@@ -53,10 +48,10 @@ def for_log(runtime: MegatronRuntime | None) -> list[Patch]:
     stats."""
     if runtime is None:
         # it imports Megatron, on a CPU not before cpu.install()
-        from megatron_2bw.mcore.log_lines import with_progress
+        from megatron_2bw.mcore.log_lines import Progress
 
         # tokens per second and the ETA join the line
-        return rows({LOOP: {"print_rank_last(message)": with_progress}})
+        return rows({LOOP: {"print_rank_last(message)": Progress().print_line}})
     lines = {
         # the stages report there; with a late step a line is written when its step is
         # complete
@@ -72,7 +67,7 @@ def for_log(runtime: MegatronRuntime | None) -> list[Patch]:
 
 def for_late_step(runtime: MegatronRuntime) -> list[Patch]:
     """With a late step nothing in the training loop may wait for another stage."""
-    unreduced = constant(_unreduced)
+    unreduced = constant(unchanged)
     loop = {
         # learning rate and weight decay advance with the steps, which come later
         "get_optimizer_param_scheduler(optimizer)": runtime.make_scheduler,
@@ -204,7 +199,7 @@ def for_cpu() -> list[Patch]:
         },
         "megatron.training.initialize": {
             # the worker of --async-save needs a GPU
-            "init_persistent_async_worker(rank mp_mode)": do_nothing,
+            "init_persistent_async_worker(rank mp_mode)": constant(constant(None)),
         },
     }
     return rows(modules | FORKED)
@@ -277,10 +272,6 @@ def for_reading() -> list[Patch]:
         },
     }
     return rows(modules)
-
-
-def _unreduced(value: Any, group: Any = None) -> Any:
-    return value
 
 
 def _without_cuda(initialize: Callable) -> Callable:

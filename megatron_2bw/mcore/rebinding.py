@@ -80,6 +80,11 @@ def constant(value: Any) -> Callable:
     return function
 
 
+def unchanged(value: Any, *args, **kwargs) -> Any:
+    """In the place of a function that has nothing to do: its first argument."""
+    return value
+
+
 def around(replacement: Callable) -> Callable:
     """Decorates a function, or a method, that is called with the original and its
     arguments: the `replace` of a Patch.

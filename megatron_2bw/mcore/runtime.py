@@ -237,8 +237,6 @@ class MegatronRuntime:
             return RunState()
         if self.pipeline is None:
             return self._resume
-        if self.late is None:
-            return RunState()
         shape = self.pipeline.shape
         next_microbatch = self.stores.newest * shape.microbatches
         version = self.schedule.version(shape, self.pipeline.index, next_microbatch)
@@ -342,7 +340,7 @@ class MegatronRuntime:
         self.stores = WeightStores(
             self.trainable, self.schedule.max_versions(shape, index), buffers
         )
-        saved = self._resume.shadow if self.schedule.late_step else {}
+        saved = self._resume.shadow
         shadow = None
         versions = "the loaded weights as every version"
         if saved:

@@ -56,6 +56,7 @@ def stage_stats(stages: Sequence[tuple[StageTimes, float]]) -> tuple[StageStats,
     )
 
 
+@dataclass
 class StageClock:
     """Turns a stage's marks into its stats, and into the records of --pipeline-trace.
 
@@ -65,12 +66,9 @@ class StageClock:
               step
     """
 
-    def __init__(
-        self, recorder: Recorder, writer: TraceWriter | None, worker: Worker | None
-    ):
-        self.recorder = recorder
-        self._writer = writer
-        self._worker = worker
+    recorder: Recorder
+    writer: TraceWriter | None
+    worker: Worker | None
 
     def marks(self) -> Marks:
         """What happened since the last call; `stats` reads it later."""
@@ -79,8 +77,8 @@ class StageClock:
     def stats(self, marks: Marks) -> StageStats:
         """In the late step's thread, which may wait for the GPU."""
         records = self.recorder.resolve(marks)
-        if self._writer is not None:
-            self._worker.submit(partial(self._writer.write, records))
+        if self.writer is not None:
+            self.worker.submit(partial(self.writer.write, records))
         # Without evaluation, saving and the training loop itself.
         waited, elapsed = _spent(records)
         return StageStats(waited, elapsed, torch.cuda.max_memory_allocated())
@@ -96,8 +94,8 @@ class StageClock:
             return StageTimes()
         now = self.recorder.mark()
         *records, end = self.recorder.resolve([*marks, (marks[-1][0], now, now, now)])
-        if self._writer is not None:
-            self._writer.write(records)
+        if self.writer is not None:
+            self.writer.write(records)
         last = 0
         for index, record in enumerate(records):
             if record.action.kind == B:
@@ -107,15 +105,15 @@ class StageClock:
 
     def close(self) -> None:
         """Write the rest of the trace."""
-        if self._worker is not None:
+        if self.worker is not None:
             # after what the step's thread writes
-            self._worker.submit(self._write_rest).result()
+            self.worker.submit(self._write_rest).result()
         else:
             self._write_rest()
 
     def _write_rest(self) -> None:
-        if self._writer is not None:
-            self._writer.write(self.recorder.resolve(self.recorder.cut()))
+        if self.writer is not None:
+            self.writer.write(self.recorder.resolve(self.recorder.cut()))
 
 
 class Meeting:

@@ -88,7 +88,7 @@ class Checkpoints:
     own.
     """
 
-    def __init__(self, runtime: Any = None):
+    def __init__(self, runtime: Any):
         self._runtime = runtime
         self._saved = {}  # under KEY in the checkpoint that is being loaded
         self._checked = False  # whether a checkpoint of this run can be loaded
