@@ -6,12 +6,10 @@ from typing import NamedTuple
 
 import numpy
 
-_INDEX = struct.Struct("<9sQBQQ")
+_INDEX = struct.Struct("<17xBQQ")  # behind a magic word and the version
 
 
 class _Header(NamedTuple):
-    magic: bytes
-    version: int
     token_type: int
     sequences: int
     document_ends: int  # one more than documents

@@ -52,14 +52,15 @@ def mistake(argv: Sequence[str], task: str, world: int) -> str | None:
     return None
 
 
+def refuse(line: str) -> NoReturn:
+    """The `stop` of a process that goes on."""
+    raise UserError(line)
+
+
 @functools.cache
 def parser_of(task: str, schedule: str) -> argparse.ArgumentParser:
     """Megatron's parser as the table describes it, with this project's flags. It raises
     UserError."""
-
-    def stop(line: str) -> NoReturn:
-        raise UserError(line)
-
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.register("action", "optional", argparse.BooleanOptionalAction)
     for names, options in table():
@@ -67,7 +68,7 @@ def parser_of(task: str, schedule: str) -> argparse.ArgumentParser:
             options = options | {"type": KINDS[options["type"]]}
         parser.add_argument(*names, **options)
     early = argparse.Namespace(task=task, pipeline_schedule=schedule)
-    return prepare(parser, early, stop)
+    return prepare(parser, early, refuse)
 
 
 @functools.cache

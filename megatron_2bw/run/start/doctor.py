@@ -78,12 +78,6 @@ def findings() -> Iterator[Finding]:
         yield Finding(NOTE, "/dev/shm", f"{shared:.1f} GiB", few)
     else:
         yield Finding(OK, "/dev/shm", f"{shared:.1f} GiB")
-    yield from _gpus()
-
-
-def _gpus() -> Iterator[Finding]:
-    import torch
-
     cuda = torch.version.cuda
     if not torch.cuda.device_count():
         meaning = f"runs compute on the CPU over gloo (torch's CUDA: {cuda or 'none'})"

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from megatron_2bw.base.errors import UserError, report_error
+from megatron_2bw.base.errors import UserError, one_line, report_error
 from megatron_2bw.run.flags.stop import PATIENCE, program
 from megatron_2bw.run.start import screen
 
@@ -52,7 +52,7 @@ def leave(error: Exception, flush: Callable | None = None) -> NoReturn:
     rank = os.environ.get("RANK", "0")
     if is_peer_failure(error):
         time.sleep(PATIENCE)
-        line = " ".join(str(error).split())
+        line = one_line(error)
         print(
             f"{program()}: rank {rank} ends: another rank has ended or does not answer ({line})",
             file=sys.stderr,
@@ -61,7 +61,7 @@ def leave(error: Exception, flush: Callable | None = None) -> NoReturn:
         report_error(program(), error)
     else:
         screen.record(error)
-        last = " ".join(traceback.format_exception_only(error)[-1].split())
+        last = one_line(traceback.format_exception_only(error)[-1])
         where = f" (traceback: {screen.place()})" if screen.place() else ""
         print(
             f"{program()}: rank {rank} ends with an exception: {last}{where}",

@@ -61,7 +61,6 @@ def model_provider(
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        parallel_output=True,
         pre_process=pre_process,
         post_process=post_process,
         vp_stage=vp_stage,

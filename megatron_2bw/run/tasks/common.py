@@ -28,14 +28,13 @@ SPIKE = 10
 TANH_GELU = partial(torch.nn.functional.gelu, approximate="tanh")
 
 
-def apply_dropped_flags(config: Any, args: Any) -> Any:
+def apply_dropped_flags(config: Any, args: Any) -> None:
     """Megatron 0.19 drops two flags on the way to `config`: --openai-gelu (GeLU in its
     tanh form, which Megatron's fused GeLU always has) and --rope-scaling-factor."""
     if args.openai_gelu and not config.bias_activation_fusion:
         config.activation_func = TANH_GELU
     if hasattr(config, "rope_scaling_factor"):
         config.rope_scaling_factor = args.rope_scaling_factor
-    return config
 
 
 class LossCheck:

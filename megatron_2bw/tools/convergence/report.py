@@ -46,8 +46,8 @@ def parse_log(text: str) -> Result:
             begin = lines[0].iteration
             last = begin - 1
             training = [point for point in training if point[0] < begin]
-            kept = filter(begin.__gt__, validation)
-            validation = {iteration: validation[iteration] for iteration in kept}
+            earlier = [point for point in validation.items() if point[0] < begin]
+            validation = dict(earlier)
         for line in lines[1:]:
             if line.skipped < line.iteration - last:
                 training.append([line.iteration, number(line.loss)])

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,17 +53,15 @@ _RUN = (
 def arguments(flags: list[str], task: str) -> Namespace:
     """Megatron's checked arguments for a model's flags. UserError with the line that a
     run would end with."""
-    from megatron_2bw.run.flags import parse
-
-    def stop(line: str) -> NoReturn:
-        raise UserError(line)
+    from megatron_2bw.run.flags import parse, quick_check
 
     argv = [sys.argv[0], *flags, *_RUN]
     with rebinding.replaced(sys, argv=argv), silence():
         from megatron.training.global_vars import unset_global_variables
 
         unset_global_variables()
-        return parse.parse(parse.parse_early(argv[1:], stop, task), stop)
+        refuse = quick_check.refuse
+        return parse.parse(parse.parse_early(argv[1:], refuse, task), refuse)
 
 
 @contextlib.contextmanager

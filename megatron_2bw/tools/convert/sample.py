@@ -35,7 +35,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     with megatron.whole_model(args, "cpu" if on_cpu else "cuda") as (model, entries):
         checkpoint = parameters.Checkpoint(folder, args)
         parameters.read_into(model.eval(), entries, checkpoint)
-        with file_errors(f"{args.tokenizer_model}"):
+        with file_errors(args.tokenizer_model):
             tokenizer = build_tokenizer(args)
         # the rows after it are padding
         size = min(tokenizer.vocab_size, args.padded_vocab_size)

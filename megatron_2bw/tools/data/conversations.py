@@ -9,6 +9,7 @@ target if its last character is the assistant's.
 
 import json
 import re
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
 from typing import Any
@@ -31,15 +32,14 @@ _MARK = (
 Learned = list[bool]
 
 
+@dataclass(frozen=True)
 class Conversations:
     """The encoder of --task sft. `tokenizer`: a fast one of transformers; `name`: for
     --tokenizer-model."""
 
+    tokenizer: Any
+    name: str
     dtype = numpy.int32
-
-    def __init__(self, tokenizer: Any, name: str):
-        self._tokenizer = tokenizer
-        self._name = name
 
     @staticmethod
     def encode(taken: list[numpy.ndarray]) -> list[Document]:
@@ -58,7 +58,7 @@ class Conversations:
         size = len(text.encode())  # ValueError for half of a surrogate pair
         # A chat template has the special tokens already; a plain text gets those that
         # it would get at inference.
-        encoded = self._tokenizer(
+        encoded = self.tokenizer(
             text,
             add_special_tokens=plain,
             return_offsets_mapping=True,
@@ -71,7 +71,7 @@ class Conversations:
         if not any(target):
             raise ValueError("it has no text of the assistant, so nothing to learn")
         if plain:  # the model learns where to stop
-            eos = self._tokenizer.eos_token_id
+            eos = self.tokenizer.eos_token_id
             if ids[-1] != eos:
                 ids.append(eos)
                 target.append(True)
@@ -81,7 +81,7 @@ class Conversations:
 
     @cached_property
     def _special(self) -> list[str]:
-        tokens = self._tokenizer.added_tokens_decoder.values()
+        tokens = self.tokenizer.added_tokens_decoder.values()
         return [str(token) for token in tokens if token.special]
 
     def _check(self, content: object) -> None:
@@ -94,7 +94,7 @@ class Conversations:
         """The text of prompts and answers. An answer ends with eos; the last one's is
         left out, since some tokenizers add it."""
         self._check(pairs)
-        eos = self._tokenizer.eos_token
+        eos = self.tokenizer.eos_token
         text = ""
         learned = [False]
         for prompt, answer in pairs:
@@ -111,10 +111,10 @@ class Conversations:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            template = self._tokenizer.get_chat_template(tools=tools)
+            template = self.tokenizer.get_chat_template(tools=tools)
         except ValueError:
             raise UserError(
-                f"--tokenizer-model {self._name}: it has no chat template: "
+                f"--tokenizer-model {self.name}: it has no chat template: "
                 "give a chat model's, or put a chat_template.jinja into its folder"
             ) from None
         if tools and "tools" not in template:
@@ -129,7 +129,7 @@ class Conversations:
                 chat_template=template,
                 return_assistant_tokens_mask=marked,
                 add_generation_prompt=prompt,
-                **self._tokenizer.special_tokens_map,
+                **self.tokenizer.special_tokens_map,
             )
         except Exception as error:  # of jinja2, or of the template's own code
             reason = str(error) or type(error).__name__
