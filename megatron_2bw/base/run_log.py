@@ -16,9 +16,12 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-_TRAINING = re.compile(r"\biteration +(\d+)/ *(\d+) \|(.*)")
+_TRAINING = re.compile(
+    r"\biteration +(?P<iteration>\d+)/ *(?P<planned>\d+) \|(?P<fields>.*)"
+)
 _VALIDATION = re.compile(
-    r"\bvalidation loss at iteration (\d+)(?: on ([\w ]+?))? \|(.*)"
+    r"\bvalidation loss at iteration (?P<iteration>\d+)"
+    r"(?: on (?P<dataset>[\w ]+?))? \|(?P<fields>.*)"
 )
 _FIELD = re.compile(r" *([^|:]+): *([^|]*?) *\|")  # whole ones: the last may be cut off
 _ERROR = re.compile(r"([\w.]+: error|[\w.]*(Error|Exception)): \S")
@@ -71,25 +74,27 @@ class LogLine(NamedTuple):
 
 def training(log: str | Iterable[str]) -> Iterator[LogLine]:
     """The lines of iterations, of a text or of its lines."""
-    for iteration, planned, text in _matches(_TRAINING, log):
-        fields = dict(_FIELD.findall(text))
-        yield LogLine(int(iteration), int(planned), "", fields)
+    return _lines(_TRAINING, log)
 
 
 def validations(log: str | Iterable[str]) -> Iterator[LogLine]:
     """The lines of validations, of a text or of its lines."""
-    for iteration, dataset, text in _matches(_VALIDATION, log):
-        fields = dict(_FIELD.findall(text))
-        yield LogLine(int(iteration), 0, dataset or "", fields)
+    return _lines(_VALIDATION, log)
 
 
-def _matches(pattern: re.Pattern, log: str | Iterable[str]) -> Iterator[tuple]:
+def _lines(pattern: re.Pattern, log: str | Iterable[str]) -> Iterator[LogLine]:
     if isinstance(log, str):
         log = log.splitlines()
     for line in log:
         match = pattern.search(line)
         if match:
-            yield match.groups()
+            found = match.groupdict()
+            yield LogLine(
+                iteration=int(found["iteration"]),
+                planned=int(found.get("planned", 0)),
+                dataset=found.get("dataset") or "",
+                fields=dict(_FIELD.findall(found["fields"])),
+            )
 
 
 def cause(log: str) -> str:
