@@ -11,61 +11,11 @@ import sys
 from collections.abc import Sequence
 
 from megatron_2bw import __version__
+from megatron_2bw.base.command_line import table_of
 from megatron_2bw.base.errors import did_you_mean, run_program, usage_error
 from megatron_2bw.base.processes import exit_on_signals
 
-COMMANDS = {  # name: (module:function, what it does)
-    "plan": (
-        "megatron_2bw.tools.planner.plan_command:main",
-        "the fastest sizes and schedule that fit",
-    ),
-    "preprocess": (
-        "megatron_2bw.tools.data.preprocess_command:main",
-        "text or conversations to Megatron's datasets",
-    ),
-    "train": ("megatron_2bw.run.start.train:main", "train a GPT or a BERT"),
-    "finetune": (
-        "megatron_2bw.run.start.finetune:main",
-        "a Hugging Face model on conversations, by one file",
-    ),
-    "evaluate": (
-        "megatron_2bw.run.start.train:evaluate",
-        "validation and test loss of a checkpoint",
-    ),
-    "sample": (
-        "megatron_2bw.tools.convert.sample:main",
-        "text from a checkpoint of a GPT",
-    ),
-    "convert": (
-        "megatron_2bw.tools.convert.convert_command:main",
-        "from and to Hugging Face models",
-    ),
-    "simulate": (
-        "megatron_2bw.tools.timelines.simulate_command:main",
-        "a schedule's timeline",
-    ),
-    "trace": (
-        "megatron_2bw.tools.timelines.trace:main",
-        "join and draw the records of --pipeline-trace",
-    ),
-    "convergence": (
-        "megatron_2bw.tools.convergence.run:main",
-        "the losses with and without 2BW's delay",
-    ),
-    "slurm": (
-        "megatron_2bw.tools.slurm.status:main",
-        "the script of a Slurm job, and the states of jobs",
-    ),
-    "demo": ("megatron_2bw.tools.demo:main", "train a small GPT for two minutes"),
-    "gpu-check": (
-        "megatron_2bw.tools.gpu_check.runner:main",
-        "the schedules on this machine's GPUs",
-    ),
-    "doctor": (
-        "megatron_2bw.run.start.doctor:main",
-        "what is installed, and what it means for a run",
-    ),
-}
+COMMANDS = table_of(__file__)  # by name: module:function, and what it does
 EXAMPLES = """
   megatron-2bw plan --model config.json --cluster p3.16xlarge --max-global-batch-size 512 --json plan.json
   megatron-2bw preprocess --task gpt --input text.txt --output-prefix text --train-tokenizer bpe --vocab-size 8000

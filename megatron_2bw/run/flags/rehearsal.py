@@ -12,44 +12,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_2bw.base.argv import flag_of
+from megatron_2bw.base.command_line import table_of
 from megatron_2bw.base.errors import UserError
 from megatron_2bw.run.flags.rule import Args, installed
 
-# Megatron's flags as a host without CUDA needs them. Most have no flag that switches
-# them on: no word about these.
-ON_CPU = {
-    "distributed_backend": "gloo",
-    "transformer_impl": "local",
-    "use_cpu_initialization": True,
-    "gradient_accumulation_fusion": False,
-    "no_persist_layer_norm": True,
-    "persist_layer_norm": False,
-    "masked_softmax_fusion": False,
-    "apply_rope_fusion": False,
-    "bias_dropout_fusion": False,
-    "bias_swiglu_fusion": False,
-    "bias_gelu_fusion": False,
-}
-
-# Switched off: kernels, communicators, graphs, profilers and memory of GPUs, by the
-# names of the arguments.
-OFF = """
-tp_comm_overlap nccl_ub use_sharp nccl_communicator_config_path pipeline_model_parallel_comm_backend
-fake_process_group enable_cuda_graph external_cuda_graph optimizer_cuda_graph cuda_graph_modules cuda_graph_impl
-cuda_graph_scope_deprecated use_megatron_fsdp use_torch_fsdp2 init_model_with_meta_device cpu_offloading_num_layers
-optimizer_cpu_offload fine_grained_activation_offloading record_memory_history log_device_memory_used log_energy
-empty_unused_memory_level gpu_sniff_test_interval attention_backend te_rng_tracker use_te_activation_func
-use_transformer_engine_op_fuser fused_residual_rmsnorm use_kitchen_attention flash_attention_version symmetric_ar_type
-use_grouped_gemm_for_dense_mlp moe_grouped_gemm moe_permute_fusion moe_router_fusion use_fused_weighted_squared_relu
-save_activations_interval save_dgrads_interval use_precision_aware_optimizer fsdp_manual_registration
-defer_embedding_wgrad_compute fp8_param_gather fp4_param_gather main_grads_dtype main_params_dtype exp_avg_dtype
-exp_avg_sq_dtype
-""".split()
-# Megatron has some for GPUs alone
-_NO_LAYERS = ("multi_latent_attention", "experimental_attention_variant")
-QUANTISED = (
-    "fp8 fp4 te_precision_config_file kitchen_config_file kitchen_recipe_number".split()
-)
+_TABLES = table_of(__file__)
+ON_CPU = _TABLES["on the CPU"]
+OFF = _TABLES["switched off"]
+QUANTISED = _TABLES["quantised"]
 
 
 def rehearse(
@@ -78,7 +48,7 @@ def rehearse(
             words = f"without {flag}"
         replaced.append(words + remark)
 
-    for name in _NO_LAYERS:
+    for name in _TABLES["no layers"]:
         if getattr(args, name):
             flag = actions[name].option_strings[0]
             raise UserError(f"{flag} needs Transformer Engine on a GPU")
