@@ -8,6 +8,7 @@ from tests.distributed.training import Run, command, full_weights, train
 from tests.session import once_a_session
 
 UNTIED = "--untie-embeddings-and-output-weights"
+DROPOUT = dict(attention_dropout=0.1, hidden_dropout=0.1)
 SGD = dict(optimizer="sgd", sgd_momentum=0.9, lr=0.1, min_lr=0.01)
 
 

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 
+from tests.distributed import test_equivalence
 from tests.distributed.compare import (
     UNTIED,
     assert_same_losses,
@@ -18,16 +19,10 @@ from tests.distributed.compare import (
 )
 from tests.distributed.test_equivalence import DROPOUT, FULL, NO_BIAS
 from tests.distributed.training import BERT, command
-from tests.session import once_a_session
 
 NO_HEAD = "--bert-no-binary-head"
 bert = partial(command, script=BERT)
-
-
-@once_a_session
-def two_stages(*flags: str, schedule: str = "2bw", **changes):
-    """A run on two stages, made once for all tests that compare with it."""
-    return run_pipeline(bert(2, 4, schedule, *flags, **changes), 2)
+two_stages = partial(test_equivalence.two_stages, script=BERT)
 
 
 @pytest.mark.proof

@@ -15,6 +15,7 @@ from megatron_2bw.base.local_ranks import WorldError, run_world
 from megatron_2bw.mcore.checkpoints import owner
 from megatron_2bw.mcore.checkpoints.folder import TRACKER
 from tests.distributed.compare import (
+    DROPOUT,
     assert_close_losses,
     assert_equal_weights,
     run_pipeline,
@@ -22,7 +23,6 @@ from tests.distributed.compare import (
 from tests.distributed.test_update_rule import SCALE, poison
 from tests.distributed.training import BERT, Run, command, train
 
-DROPOUT = dict(hidden_dropout=0.1, attention_dropout=0.1)
 RECOMPUTE = (
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 )

@@ -68,11 +68,11 @@ def folder(tmp_path_factory):
 
 
 def convert(words: str) -> None:
-    run_world(1, convert_here, words.split())
+    run_world(1, call, f"convert {words}")
 
 
-def convert_here(rank: int, words: list[str]) -> None:
-    assert main(["convert", *words]) == 0
+def call(rank: int, words: str) -> None:
+    assert main(words.split()) == 0
 
 
 def command(name: str, checkpoint: Path, flags: str) -> list[str]:

@@ -7,6 +7,7 @@ Bitwise where the additions keep their order; the tests say why where they do no
 import pytest
 
 from tests.distributed.compare import (
+    DROPOUT,
     UNTIED,
     assert_equal_weights,
     assert_same_losses,
@@ -18,7 +19,6 @@ from tests.session import once_a_session
 
 # the keys' bias has a gradient of rounding only, which Adam would blow up
 NO_BIAS = "--disable-bias-linear"
-DROPOUT = dict(attention_dropout=0.1, hidden_dropout=0.1)
 FULL = dict(
     recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
 )

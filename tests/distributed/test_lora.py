@@ -8,14 +8,20 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_2bw.base.local_ranks import WorldError
-from megatron_2bw.mcore.checkpoints.folder import TRACKER, checkpoint_name
+from megatron_2bw.mcore.checkpoints.folder import checkpoint_name
 from tests.distributed.compare import (
     assert_close_losses,
     assert_same,
     run_pipeline,
     run_reference,
 )
-from tests.distributed.test_checkpoint import DROPOUT, RECOMPUTE, SAVED, assert_goes_on
+from tests.distributed.test_checkpoint import (
+    DROPOUT,
+    RECOMPUTE,
+    SAVED,
+    assert_goes_on,
+    interrupted,
+)
 from tests.distributed.test_experts import EXPERTS
 from tests.distributed.test_host_memory import HOST
 from tests.distributed.training import BERT, command
@@ -100,11 +106,7 @@ def base(tmp_path_factory) -> str:
 def test_a_resumed_run_is_the_uninterrupted_one(form, base, tmp_path):
     flags = f"{LLAMA} --bf16 {SHARDED} --ckpt-format {form} --lora-base {base}"
     argv = lora(2, 2, flags, width=2, **DROPOUT)
-    saves = f"--save {tmp_path} --save-interval {SAVED}"
-    whole = run_pipeline(argv + saves.split(), 4)
-    (tmp_path / TRACKER).write_text(str(SAVED))
-    rest = run_pipeline(argv + f"--load {tmp_path}".split(), 4)
-    assert_goes_on(whole, rest)
+    assert_goes_on(*interrupted(tmp_path, 4, argv))
     folder = tmp_path / checkpoint_name(SAVED)
     if form == "torch":
         file = folder / "mp_rank_00_000/model_optim_rng.pt"

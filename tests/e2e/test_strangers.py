@@ -8,16 +8,11 @@ from pathlib import Path
 import pytest
 
 from megatron_2bw.base.local_ranks import WorldError, run_world
-from megatron_2bw.cli import main
 from megatron_2bw.run.start.train import TABLES
-from tests.distributed.test_convert import convert_here, folder  # noqa: F401  (a fixture)
+from tests.distributed.test_convert import call, folder  # noqa: F401  (a fixture)
 from tests.e2e.launcher import forked
 
 SAMPLE = "--prompt 5 --device cpu"
-
-
-def call(rank: int, words: str) -> None:
-    assert main(words.split()) == 0
 
 
 def evaluate(source: Path) -> None:
@@ -58,7 +53,7 @@ def write(rank: int, source: Path, target: Path) -> None:
 
     parameters.write = write_evil
     for name in ("pickle", "tokenizer"):
-        convert_here(0, ["import", str(source), "--save", str(target / name)])
+        call(0, f"convert import {source} --save {target / name}")
 
 
 @pytest.fixture(scope="module")
