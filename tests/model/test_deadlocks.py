@@ -43,7 +43,7 @@ def all_orders(programs: Programs, limit: int = 10**6):
     return exhaust(World(programs, queue_of=None), limit)
 
 
-def assert_all_free(programs: Programs, limit: int = 10**6, what: object = ""):
+def assert_all_free(programs: Programs, limit: int, what: object = ""):
     result = all_orders(programs, limit)
     assert result.complete, what
     assert result.dead == 0, f"{what}\n{result.example}"

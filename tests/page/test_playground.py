@@ -161,14 +161,14 @@ def inked(page) -> list[int]:
     return [page.evaluate(count, canvas) for canvas in canvases]
 
 
-def assert_drawn(page, timelines: int) -> None:
+def assert_both_drawn(page) -> None:
     colours = inked(page)
-    assert len(colours) == timelines
+    assert len(colours) == 2
     assert min(colours) > 20
 
 
-def set_stages(page, stages: int) -> None:
-    page.fill("[name=stages]", str(stages))
+def choose_five_stages(page) -> None:
+    page.fill("[name=stages]", "5")
     page.press("[name=stages]", "Enter")
 
 
@@ -184,7 +184,7 @@ def wait_for_text(page, selector: str, text: str) -> None:
 def test_the_first_paint_from_a_file_needs_no_python(page, built):
     page.goto((built / "index.html").as_uri())
     ready(page)
-    assert_drawn(page, 2)
+    assert_both_drawn(page)
     bubble = "#figures tbody tr:first-child td:nth-child(2)"
     assert page.inner_text(bubble) == "0.0 %"
     # the grid has all presets
@@ -193,7 +193,7 @@ def test_the_first_paint_from_a_file_needs_no_python(page, built):
         ready(page)
         assert "error" not in page.get_attribute("#status", "class")
         assert page.query_selector(".wrong:not(:empty)") is None
-    set_stages(page, 5)
+    choose_five_stages(page)
     wait_for_text(page, "#status", "make playground")
 
 
@@ -201,7 +201,7 @@ def test_the_first_paint_from_a_file_needs_no_python(page, built):
 def test_free_parameters_are_computed_and_the_link_can_be_shared(page, served):
     page.goto(served)
     ready(page)
-    set_stages(page, 5)
+    choose_five_stages(page)
     page.check("[value=gpipe]")
     page.wait_for_function(THREE_ROWS)
     request = {"ask": "figures", "stages": 5, "schedules": ["gpipe"]}
@@ -312,7 +312,7 @@ def test_the_page_of_a_trace(page, tmp_path):
     write(tmp_path, Shape(3, 4, 0, 5), "pipedream-flush")
     *_, html = merge(tmp_path)
     page.goto(html.as_uri())
-    assert_drawn(page, 2)
+    assert_both_drawn(page)
     page.click("summary")
     assert page.inner_text(".actions caption >> nth=1").startswith("Simulated")
     assert page.inner_text("#medians tr:nth-child(2) td >> nth=0") == "1000"

@@ -169,8 +169,8 @@ class Cluster:
         done = self.try_call("sinfo", "--noheader", "--Node", "--format=%T")
         return set(done.stdout.split())
 
-    def _await(self, what: str, ready, seconds: float = 30) -> None:
-        deadline = time.monotonic() + seconds
+    def _await(self, what: str, ready) -> None:
+        deadline = time.monotonic() + 30
         while not ready():
             ended = [each.args[0] for each in self.daemons if each.poll() is not None]
             assert not ended and time.monotonic() < deadline, (

@@ -86,13 +86,11 @@ class Job:
     def saved(self) -> int:
         return saved_iteration(self.folder / "checkpoints")
 
-    def wait(
-        self, what: str, ready: Callable[[], object], seconds: float = 150
-    ) -> None:
-        deadline = time.monotonic() + seconds
+    def wait(self, what: str, ready: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 150
         while not ready():
             assert time.monotonic() < deadline, (
-                f"job {self.number}: not {what} after {seconds} s\n{self.told()}"
+                f"job {self.number}: not {what} after 150 s\n{self.told()}"
             )
             time.sleep(0.05)
 

@@ -74,16 +74,14 @@ def complaint(argv: list[str], world: int) -> str | None:
     return line
 
 
-def dataset(
-    prefix: Path, lengths: tuple[int, ...] = (5, 7, 3), code: int = 4, width: int = 4
-) -> Path:
-    """A dataset of Megatron's, one document a sequence: what the checks look at,
-    written from its description."""
+def dataset(prefix: Path, lengths: tuple[int, ...] = (5, 7, 3)) -> Path:
+    """A dataset of Megatron's, of int32, one document a sequence: what the checks look
+    at, written from its description."""
     count = len(lengths)
-    starts = [width * sum(lengths[:number]) for number in range(count)]
-    index = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code, count, count + 1)
+    starts = [4 * sum(lengths[:number]) for number in range(count)]
+    index = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, count, count + 1)
     index += struct.pack(f"<{count}i{count}q", *lengths, *starts)
     index += struct.pack(f"<{count + 1}q", *range(count + 1))
     Path(f"{prefix}.idx").write_bytes(index)
-    Path(f"{prefix}.bin").write_bytes(bytes(width * sum(lengths)))
+    Path(f"{prefix}.bin").write_bytes(bytes(4 * sum(lengths)))
     return prefix

@@ -93,13 +93,13 @@ def test_a_skipped_step_of_pipedream_writes_no_weights():
 class Noted:
     """A function; the ends of its calls are noted on a clock that counts events."""
 
-    def __init__(self, clock, function=None):
+    def __init__(self, clock, function):
         self.clock = clock
         self.function = function
         self.ends = []
 
     def __call__(self, *args):
-        result = self.function(*args) if self.function else None
+        result = self.function(*args)
         self.ends.append(next(self.clock))
         return result
 

@@ -203,7 +203,7 @@ def batch(
     """The GPT script under bash, with stand-ins for Slurm's commands that write down
     what they are given, and for sleep, which takes a tenth of its seconds."""
     scontrol = f'echo "scontrol $*" >> called; [[ $* = *hostnames* ]] && echo a || echo "{job}"'
-    stubs = {"srun": srun, "squeue": squeue, "scontrol": scontrol, "scancel": scancel}
+    stubs = {"squeue": squeue, "scontrol": scontrol, "scancel": scancel}
     stubs["srun"] = f'printf "%s\\n" "$@" > words\n{srun}'
     stubs["sleep"] = "PATH=/usr/bin:/bin sleep 0.$1"
     for name, text in stubs.items():
