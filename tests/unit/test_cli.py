@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from megatron_2bw import cli
-from megatron_2bw.run.flags import quick_check
 from megatron_2bw.run.start import train
 from megatron_2bw.tools.planner import plan_command as planner
 from tests.distributed.training import TINY
-from tests.unit.test_early import megatrons
+from tests.unit.test_early import own_table  # noqa: F401  (a fixture)
 
 FLAGS = [str(word) for pair in TINY.items() for word in pair]
 
@@ -61,10 +60,7 @@ def test_a_mistake_is_answered_in_one_line(typed, status, line, capsys):
         "train gpt --x",
     ],
 )
-def test_what_needs_no_large_package(text, on_the_cpu, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(quick_check, "table", quick_check.table.__wrapped__)
-    quick_check.remember(megatrons())
+def test_what_needs_no_large_package(text, on_the_cpu, own_table):  # noqa: F811
     code = """
 import sys
 from megatron_2bw import cli

@@ -29,6 +29,14 @@ def megatrons() -> argparse.ArgumentParser:
     return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
+@pytest.fixture
+def own_table(monkeypatch, tmp_path):
+    """The table of Megatron's flags, in a cache of the test's own."""
+    monkeypatch.setattr(quick_check, "table", quick_check.table.__wrapped__)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    quick_check.remember(megatrons())
+
+
 @pytest.mark.parametrize("task, schedule", [("gpt", "2bw"), ("bert", "megatron")])
 def test_the_table_has_megatrons_defaults(task, schedule):
     """The whole check uses these defaults; the table has an enumeration's member by its
@@ -67,11 +75,8 @@ def test_a_hint_is_a_flag_that_helps():
         assert line == f"unrecognized arguments: {typed}"
 
 
-def test_a_wrong_flag_is_answered_without_torch(tmp_path, monkeypatch):
+def test_a_wrong_flag_is_answered_without_torch(own_table, tmp_path, monkeypatch):
     """The line is the last one; torchrun quotes it in the report with which it ends."""
-    monkeypatch.setattr(quick_check, "table", quick_check.table.__wrapped__)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    quick_check.remember(megatrons())
     code = (
         "import sys; sys.argv = ['pretrain_gpt_2bw.py', '--lrr', '3']\n"
         "from megatron_2bw.run.start.launch import launch\n"

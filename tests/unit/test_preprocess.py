@@ -69,6 +69,13 @@ def call(capsys, words: str) -> tuple[int, str, str]:
     return status, *capsys.readouterr()
 
 
+def done(capsys, words: str) -> str:
+    """What a call that succeeds prints on stderr."""
+    status, _, err = call(capsys, words)
+    assert status == 0, err
+    return err
+
+
 def written(prefix):
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -218,8 +225,7 @@ def test_documents_of_files(tmp_path, bpe, capsys, flags, name, content, expecte
         with OPEN.get(path.suffix, open)(path, "wb") as file:
             file.write(content.encode())
     words = f"--task gpt --tokenizer-model {bpe} --output-prefix {tmp_path}/out"
-    status, _, err = call(capsys, f"{words} --input {tmp_path}/in {flags}")
-    assert status == 0, err
+    done(capsys, f"{words} --input {tmp_path}/in {flags}")
     assert decoded(tmp_path / "out", bpe) == expected * 2
 
 
@@ -247,8 +253,7 @@ def test_bad_documents_stop_the_work_or_are_counted(tmp_path, bpe, capsys, line)
     status, _, err = call(capsys, words)
     assert status == 2
     assert BAD[line] in err.splitlines()[-1]
-    status, _, err = call(capsys, f"{words} --skip-bad-documents")
-    assert status == 0
+    err = done(capsys, f"{words} --skip-bad-documents")
     assert "2 bad documents left out" in err
     assert len(written(tmp_path / "out")[0]) == 3
     status, _, err = call(capsys, f"{words}2 --input {folder}/d.json")
@@ -317,8 +322,7 @@ def test_dataset(tmp_path, form, capsys):
     else:
         folder.mkdir()
         data.to_parquet(str(folder / "part.parquet"))
-    status, _, err = call(capsys, words)
-    assert status == 0, err
+    done(capsys, words)
     assert decoded(tmp_path / "out", tmp_path / "out-tokenizer") == WRITTEN
 
 

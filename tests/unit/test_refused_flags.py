@@ -44,9 +44,9 @@ def test_a_refused_flag_is_named_with_its_reason_in_its_scope_only(rule):
     asked = ASKED.get(flag, values[0] if values else True)
     if not isinstance(asked, dict):
         asked = {name: asked}
-    script = [BERT] if rule.scope == "bert" else []
+    script = BERT if rule.scope == "bert" else None
     for schedule in SCHEDULE_NAMES:
-        args = parse([*script, *command(2, 2, schedule, UNTIED)], 2)
+        args = parse(command(2, 2, schedule, UNTIED, script=script), 2)
         assert rule.line(args) is None
         vars(args).update(asked)
         scopes = {"script", "bert", schedule}

@@ -13,11 +13,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from megatron_2bw.base.errors import UserError
 from megatron_2bw.base.files import read_yaml
-from megatron_2bw.mcore import cpu
 from megatron_2bw.run.flags import indexed_dataset
 from tests.distributed.training import command
 from tests.unit.command_lines import complaint, dataset
-from tests.unit.test_preprocess import call, files_of
+from tests.unit.test_preprocess import call, done, files_of
+
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 CHATML = """\
 {% for m in messages %}<|im_start|>{{ m.role }}
@@ -42,13 +43,6 @@ BY_HAND = read_yaml(Path(__file__).with_name("sft.yaml"))
 CHAT = BY_HAND["chat"]
 LONGEST = BY_HAND["longest"]
 PROMPTS = BY_HAND["prompts"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_the_cpu():
-    cpu.install()
-    yield
-    cpu.uninstall()
 
 
 def tokenizer(folder: Path, template: str | None) -> Path:
@@ -274,8 +268,7 @@ def test_rows_are_as_lines(tmp_path, capsys, prepare):
     datasets.Dataset.from_list(lines).save_to_disk(tmp_path / "rows")
     words = f"--task sft --tokenizer-model {tmp_path}/tokenizer"
     words += f" --dataset {tmp_path}/rows --output-prefix {tmp_path}/rows-out"
-    status, _, err = call(capsys, words)
-    assert status == 0, err
+    done(capsys, words)
     assert files_of(tmp_path / "rows-out") == files_of(tmp_path / "out")
 
 
