@@ -121,7 +121,12 @@ class StepGroup:
 
         return call
 
-    def _through_host(self, name: str, tensors: list[Tensor], *options: Any) -> Any:
+    def _through_host(
+        self,
+        name: str,
+        tensors: list[Tensor],
+        *options: Any,
+    ) -> Any:
         collective: Callable[..., Any] = self.__getattr__(name)
         if not (self._over_gloo and tensors[0].is_cuda):
             return collective(tensors, *options)
