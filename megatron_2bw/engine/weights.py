@@ -124,7 +124,7 @@ class WeightStores:
         if version > 0:
             self._slot_of[version - 1] = slot
             if shadow is not None:
-                other = 1 - slot
+                other = 1 if slot == 0 else 0
                 for view, tensor in zip(self._views[other], shadow, strict=True):
                     view.copy_(tensor)
                 self._slot_of[version - 1] = other

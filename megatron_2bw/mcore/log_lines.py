@@ -51,6 +51,7 @@ TFLOPS = {
 }
 
 
+# of Megatron's arguments
 SAMPLES = ("consumed_train_samples", "skipped_train_samples")
 
 
