@@ -29,6 +29,11 @@ CLIPPING = "megatron.core.optimizer.clip_grads"
 SHARDED = "megatron.core.optimizer.distrib_optimizer"
 
 
+@around
+def do_nothing(original: Callable, *args: Any, **kwargs: Any) -> None:
+    """In the place of a function of Megatron's that needs a GPU."""
+
+
 def for_schedule(runtime: MegatronRuntime) -> list[Patch]:
     """The two hooks of a schedule, which a patched source checkout has in its
     source."""
@@ -199,7 +204,7 @@ def for_cpu() -> list[Patch]:
         },
         "megatron.training.initialize": {
             # the worker of --async-save needs a GPU
-            "init_persistent_async_worker(rank mp_mode)": constant(constant(None)),
+            "init_persistent_async_worker(rank mp_mode)": do_nothing,
         },
     }
     return rows(modules | FORKED)
