@@ -240,11 +240,10 @@ class Progress:
     and the ETA counts samples.
     """
 
-    def __init__(self):
-        # when the first line was written, and its samples
-        self._first = None
-        self._planned = 0  # samples of the whole run
-        self._before = (0, 0)  # iteration and samples of the line before
+    # when the first line was written, and its samples
+    _first = None
+    _planned = 0  # samples of the whole run
+    _before = (0, 0)  # iteration and samples of the line before
 
     @around
     def print_line(self, print_rank_last: Callable, message: str) -> None:

@@ -45,9 +45,8 @@ class LossCheck:
     Megatron checks the gradients next, and would name them.
     """
 
-    def __init__(self) -> None:
-        self._seen = 0  # microbatches of the present batch
-        self._unread = None
+    _seen = 0  # microbatches of the present batch
+    _unread = None
 
     def check(self, total: Tensor) -> None:
         """`total` is the loss of a microbatch, a scalar. RuntimeError of Megatron's,

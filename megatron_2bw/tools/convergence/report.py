@@ -46,8 +46,8 @@ def parse_log(text: str) -> Result:
             begin = lines[0].iteration
             last = begin - 1
             training = [point for point in training if point[0] < begin]
-            earlier = [point for point in validation.items() if point[0] < begin]
-            validation = dict(earlier)
+            earlier = validation.items()
+            validation = {end: loss for end, loss in earlier if end < begin}
         for line in lines[1:]:
             if line.skipped < line.iteration - last:
                 training.append([line.iteration, number(line.loss)])
