@@ -21,7 +21,6 @@ Writes the JSON and a picture of the same name.
 import itertools
 import math
 import os
-import platform
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.emulated import PEERS, iteration_seconds, train, train_with_torch
 from bench.tables import Row, bar_chart, new_parser, write_result
 from megatron_2bw.base.argv import merged
-from megatron_2bw.base.errors import comma_separated, list_of
+from megatron_2bw.base.errors import comma_separated, list_of, whole_number
 from megatron_2bw.base.local_ranks import run_world
 from megatron_2bw.tools.gpu_check.entry import gpt_flags, nothing
 from megatron_2bw.tools.planner.descriptions.inputs import numbers
@@ -53,14 +52,11 @@ def options() -> Namespace:
     option("--backward-ms", type=float, default=200)
     option("--step-ms", type=numbers, default=[], help="a row for each, and for 0")
     option("--schedules", type=list_of(ALL), help="default: all")
-    option("--iterations", type=int, default=9)
+    meaning = "7 at least: three fill the pipeline, two empty it"
+    option("--iterations", type=whole_number(7), default=9, help=meaning)
     meaning = "of Megatron, by ;: a row for each set, of 2bw alone with --two-bw-..."
     option("--flags", default="", help=meaning)
     chosen = parser.parse_args()
-    if chosen.iterations < 7:
-        parser.error(
-            "--iterations must be 7 at least: three fill the pipeline, two empty it"
-        )
     if chosen.real:
         chosen.forward_ms = chosen.backward_ms = 0.0
     chosen.schedules = chosen.schedules or (OURS if chosen.real else ALL)
@@ -198,7 +194,7 @@ def main() -> None:
         rows.append(row)
         times = "iteration {iteration_ms:8.1f} ms  efficiency {efficiency:.3f}"
         print(f"{name}  {times.format(**row)}   {flags} step {step} ms", flush=True)
-        machine = {"cores": os.cpu_count(), "python": platform.python_version()}
+        machine = {"cores": os.cpu_count()}
         write_result(chosen.json, {"machine": machine, "rows": rows}, draw(rows))
 
 

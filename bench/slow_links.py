@@ -61,7 +61,13 @@ VARIANTS = {
 COLOURS = ("#bbb", "#777", "#e69f00", "#00664c", "#56b4e9", "#0072b2")
 FLOAT = 4  # bytes of a number: the model is trained in fp32
 VOCABULARY = 1024  # with its padding
-SIZES = {"layers": 8, "hidden": 512, "heads": 8, "sequence": 128, "microbatches": 8}
+SIZES = {
+    "layers": 8,
+    "hidden": 512,
+    "heads": 8,
+    "sequence": 128,
+    "microbatches": 8,
+}
 
 
 def model_of(chosen: Namespace) -> Row:

@@ -78,7 +78,11 @@ def judge(spec: Row, row: Claim, found: list[Point], reading: Reading) -> None:
 
 
 def judged(
-    figure: str, found: list[Point], collected: Row, out: Path, fresh: bool
+    figure: str,
+    found: list[Point],
+    collected: Row,
+    out: Path,
+    fresh: bool,
 ) -> list[Claim]:
     """The claims of a figure as rows; a prediction is judged again under each
     reading."""

@@ -293,7 +293,12 @@ def recorded(name: str) -> Row:
     return json.loads((ROOT / name).read_text())
 
 
-def judge_runs(spec: Row, row: Claim, runs: Mapping[str, Any], unit: str) -> None:
+def judge_runs(
+    spec: Row,
+    row: Claim,
+    runs: Mapping[str, Any],
+    unit: str,
+) -> None:
     """Fills the row with mean and interval of 95 % of each label's values. That of 2bw
     decides."""
     notes = []

@@ -503,7 +503,8 @@ class LateStep(BatchStep):
         return result
 
     def _precision(self) -> contextlib.AbstractContextManager[None]:
-        """Of fp32 products."""
+        """Inside, this thread has its own precision of fp32 products, which some
+        optimizers change."""
         if self.compiles:
             return thread_local_matmul_precision()
         return contextlib.nullcontext()

@@ -15,6 +15,7 @@ from megatron_2bw.schedules.base import (
 )
 
 NONE_LATE = (0, "0%")  # values of `late`
+LEAD = 1  # the value of `lead` where a prediction waits for sums over replicas
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,9 @@ class TwoBW(Schedule):
     def actions(self, shape: Shape, stage: int, iteration: int) -> list[Action]:
         order = self.order(shape, stage, iteration)
         if iteration + 1 < shape.end and self.is_predicted(shape, iteration + 1):
-            known = _backwards(order)[self.known(shape, stage) - 1]
-            order.insert(known + 1, Action(PREDICT, iteration + 1, iteration))
+            known = self.known(shape, stage)
+            last = _backwards(order)[known - 1]
+            order.insert(last + 1, Action(PREDICT, iteration + 1, iteration))
         if iteration > shape.first:
             order.insert(self._latest(order, iteration), step(iteration - 1))
         order.append(reduce(iteration))
@@ -151,4 +153,8 @@ class TwoBW(Schedule):
 
 def _backwards(order: list[Action]) -> list[int]:
     """The indices of the backwards in `order`."""
-    return [place for place, action in enumerate(order) if action.kind == B]
+    backwards = []
+    for place, action in enumerate(order):
+        if action.kind == B:
+            backwards.append(place)
+    return backwards

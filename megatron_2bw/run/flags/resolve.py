@@ -25,6 +25,7 @@ from megatron_2bw.mcore.options import RunOptions
 from megatron_2bw.mcore.rebinding import constant
 from megatron_2bw.run.flags.rule import Args
 from megatron_2bw.schedules import NONE_LATE, Schedule, Shape, TwoBW, schedule_of
+from megatron_2bw.schedules.two_bw import LEAD
 
 # Optimizers whose update is a running mean of gradients, and the decay of that mean.
 DECAYS = {
@@ -38,8 +39,6 @@ DECAYS = {
 AHEAD = 0.25
 # updates beyond the predicted weights, with `predict` (docs/convergence.md)
 PREDICTED_AHEAD = 0.5
-# microbatches that hide the sums over replicas of a prediction
-PREDICTION_LEAD = 1
 # below it `auto` adds the best factor of a gradient of pure noise, the momentum
 LEAST_MOMENTUM = 0.8
 # iterations of a synchronous start at most; the curvature is largest at the start, also
@@ -150,7 +149,7 @@ def prediction(args: Args) -> Correction | None:
 def _prediction_lead(args: Args) -> int:
     """`TwoBW.lead`: with several pipelines the prediction waits for sums over them."""
     ranks = args.pipeline_model_parallel_size * args.tensor_model_parallel_size
-    return PREDICTION_LEAD if args.world_size > ranks else 0
+    return LEAD if args.world_size > ranks else 0
 
 
 def obstacle(args: Args, sizes: list[int], lead: int = 0) -> str | None:

@@ -9,9 +9,9 @@ from functools import cached_property, wraps
 from operator import attrgetter
 from typing import Any
 
-from megatron_2bw.run.flags.resolve import PREDICTION_LEAD
 from megatron_2bw.schedules import Schedule, Shape, schedule_of
 from megatron_2bw.schedules.interleaved import Interleaved
+from megatron_2bw.schedules.two_bw import LEAD
 from megatron_2bw.tools.planner.descriptions.model import Model, command_line
 
 RECOMPUTE = ("none", "selective", "mlp", "full")
@@ -118,7 +118,7 @@ class Plan:
             return "none"
         ahead = self.pipeline.ahead(self.shape, 0)
         if self.replicas > 1:
-            ahead += PREDICTION_LEAD
+            ahead += LEAD
         known = self.microbatches > ahead
         if self.late is None and known and self.memory != "host":
             return "predict"
