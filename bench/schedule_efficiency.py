@@ -59,12 +59,17 @@ def options() -> Namespace:
     chosen = parser.parse_args()
     if chosen.real:
         chosen.forward_ms = chosen.backward_ms = 0.0
-    chosen.schedules = chosen.schedules or (OURS if chosen.real else ALL)
+    if not chosen.schedules:
+        chosen.schedules = OURS if chosen.real else ALL
     return chosen
 
 
 def command(
-    schedule: str, stages: int, microbatches: int, chosen: Namespace, flags: str
+    schedule: str,
+    stages: int,
+    microbatches: int,
+    chosen: Namespace,
+    flags: str,
 ) -> list[str]:
     """The command line of a tiny GPT with a layer per stage (two if the stages are
     interleaved), or of a real one."""
@@ -179,6 +184,7 @@ def cases(chosen: Namespace) -> Iterator[tuple[str, int, int, str, int]]:
 
 def main() -> None:
     chosen = options()
+    machine = {"cores": os.cpu_count()}
     rows = []
     limit = 0.0
     for schedule, stages, microbatches, flags, step in cases(chosen):
@@ -193,8 +199,8 @@ def main() -> None:
             limit = row["iteration_ms"]
         rows.append(row)
         times = "iteration {iteration_ms:8.1f} ms  efficiency {efficiency:.3f}"
-        print(f"{name}  {times.format(**row)}   {flags} step {step} ms", flush=True)
-        machine = {"cores": os.cpu_count()}
+        text = times.format(**row)
+        print(f"{name}  {text}   {flags} step {step} ms", flush=True)
         write_result(chosen.json, {"machine": machine, "rows": rows}, draw(rows))
 
 
