@@ -62,7 +62,7 @@ def search_row(shape: model.Model, servers: cluster.Cluster, batch: int) -> dict
     plans, ties = advice.ranked(search, 8)
     seconds = time.process_time() - begun
     estimates = list(map(search.cost.estimate, plans))
-    explain.text(explain.Result(search.cost, space, estimates, ties))
+    explain.text(explain.Result(search, estimates, ties))
     return {
         "model": shape.name,
         "GPUs": servers.gpus,

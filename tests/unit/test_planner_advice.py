@@ -14,8 +14,7 @@ LATE = replace(FLUSH, schedule="2bw")
 
 
 class Found:
-    """A search whose plans are given, in order of time, with a further search for the
-    exact ones."""
+    """A search whose plans are given, in order of time."""
 
     def __init__(self, *pairs, error=0.2):
         device = replace(cluster.GPUS["V100-16GB"], error=error)
@@ -28,6 +27,9 @@ class Found:
 
     def __iter__(self):
         return iter(self.pairs)
+
+    def exact(self, limit):
+        return iter(())
 
 
 def first(*pairs, **options):

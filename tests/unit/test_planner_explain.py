@@ -44,8 +44,9 @@ def searched(
 ) -> Result:
     cost = Cost(model, cluster, precision)
     space = Space(batch, **space)
-    plans = itertools.islice(Search(cost, space), count)
-    return Result(cost, space, [cost.estimate(plan) for _, plan in plans])
+    search = Search(cost, space)
+    plans = itertools.islice(search, count)
+    return Result(search, [cost.estimate(plan) for _, plan in plans])
 
 
 @pytest.fixture(scope="module")
@@ -155,9 +156,10 @@ def test_the_first_lines_are_the_plan_and_what_2bw_gains_and_costs(result):
 
 
 def test_the_fastest_of_2bw_and_of_the_exact_schedules_are_found(result):
-    late = replace(result.space, schedules=("2bw",))
-    for kind, space in (("2bw", late), ("exact", result.space.exact)):
-        seconds, plan = next(iter(Search(result.cost, space)))
+    space = result.search.space
+    late = replace(space, schedules=("2bw",))
+    for kind, part in (("2bw", late), ("exact", space.exact)):
+        seconds, plan = next(iter(Search(result.cost, part)))
         assert 1 / result.fastest[kind].throughput == pytest.approx(seconds)
         assert kind == "2bw" or plan.exact
 

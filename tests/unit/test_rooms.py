@@ -19,16 +19,16 @@ ROOT = Path(__file__).parents[2]
 # Tokens of the *.py at most: names, operators, numbers, and strings but docstrings.
 # Lines would reward packed code.
 TOKENS = {
-    "megatron_2bw/base": 4026,
+    "megatron_2bw/base": 4013,
     "megatron_2bw/schedules": 4939,
-    "megatron_2bw/engine": 8043,
+    "megatron_2bw/engine": 8027,
     "megatron_2bw/mcore": 29383,
-    "megatron_2bw/run": 21682,
-    "megatron_2bw/tools/planner": 31913,
-    "megatron_2bw/tools": 69987,
-    "megatron_2bw": 138609,
+    "megatron_2bw/run": 21582,
+    "megatron_2bw/tools/planner": 32152,
+    "megatron_2bw/tools": 70182,
+    "megatron_2bw": 138560,
     "scripts bench": 33873,
-    "tests": 140751,
+    "tests": 140690,
 }
 DOCS = 2900  # lines of docs/*.md
 

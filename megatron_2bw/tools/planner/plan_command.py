@@ -146,10 +146,12 @@ def planned(options: argparse.Namespace) -> explain.Result | None:
     print the reason and return None."""
     cost, space = prepare(options)
     _note(f"searching the plans of {cost.model.name} on {explain.gpus(cost)} ...")
-    first = next(iter(Search(cost, space)), None)
+    search = Search(cost, space)
+    first = next(iter(search), None)
     if first is None and options.context is None and cost.flash:
         space = replace(space, context=None)
-        first = next(iter(Search(cost, space)), None)
+        search = Search(cost, space)
+        first = next(iter(search), None)
         if first:
             _note(
                 "nothing fits without context parallelism: planned is --context-parallel-size too"
@@ -166,13 +168,13 @@ def planned(options: argparse.Namespace) -> explain.Result | None:
         reason = "are faster" if first else "have a plan"
         _note(f"{idle}: {part.gpus} {reason} ({flags})")
         cost = replace(cost, cluster=part)
+        search = Search(cost, space)
     elif first is None:
         print(no_plan.nothing_fits(cost, space))
         return None
-    plans, ties = advice.ranked(Search(cost, space), options.top)
+    plans, ties = advice.ranked(search, options.top)
     return explain.Result(
-        cost=cost,
-        space=space,
+        search=search,
         estimates=[*map(cost.estimate, plans)],
         ties=ties,
     )

@@ -10,7 +10,6 @@ import math
 import operator
 from itertools import accumulate
 
-from megatron_2bw.tools.planner.cost.compute import MicrobatchTime
 from megatron_2bw.tools.planner.descriptions.plan import Plan
 from megatron_2bw.tools.timelines.simulator import Times
 
@@ -21,21 +20,6 @@ def lower_bound(plan: Plan, times: Times) -> float:
     if plan.pipeline.flushes:
         return _with_flush(plan, times)
     return _without_flush(plan, times)
-
-
-def work_bound(plan: Plan, works: list[MicrobatchTime]) -> float:
-    """Seconds per iteration that the stages' computation alone takes."""
-    microbatches = plan.microbatches
-    totals = [work.total for work in works]
-    if plan.schedule == "no-pipelining":
-        return microbatches * sum(totals)
-    if not plan.pipeline.flushes:
-        return microbatches * max(totals)
-    bound = above = 0.0
-    for total in totals:
-        bound = max(bound, microbatches * total + above / plan.virtual)
-        above += total
-    return bound
 
 
 def _sums(times: list[float], messages: list[float]) -> list[float]:

@@ -267,7 +267,7 @@ class Cost:
     def times(self, plan: Plan) -> Times:
         """The simulator's durations."""
         works = self.stages(plan)
-        messages = self._messages(plan)
+        messages = self.messages(plan)
         step = self._step(plan)
         late = plan.pipeline.late_step and plan.memory != "host"
         costs = self._release(plan, works, step.reduce)
@@ -300,9 +300,10 @@ class Cost:
         )
 
     def end(self, plan: Plan) -> tuple[float, float]:
-        """Seconds of the first stage's reduction, and of the slowest update."""
+        """Seconds of the first stage's reduction with the largest gather, and of the
+        slowest update."""
         step = self._step(plan)
-        return step.reduce[0] + step.ends, max(step.update)
+        return step.reduce[0] + step.ends + step.gather, max(step.update)
 
     def enough_late(self, plan: Plan) -> int:
         """So many of the plan's late microbatches that more hide no more of the bubble,
@@ -355,7 +356,7 @@ class Cost:
         each time exceeds the one before by the same share.
         """
         works = [work.total for work in self.stages(plan)]
-        messages = self._messages(plan)[: plan.depth - 1]
+        messages = self.messages(plan)[: plan.depth - 1]
         transfer = [each.seconds for each in messages]
         cycle = max(works + [each.occupied for each in messages])
         while True:
@@ -368,7 +369,7 @@ class Cost:
     @by_fields(
         "tensor context depth width pipeline_inside microbatch sequence_parallel"
     )
-    def _messages(self, plan: Plan) -> list[Message]:
+    def messages(self, plan: Plan) -> list[Message]:
         """A message over the boundary behind each stage."""
         if plan.depth == 1:
             return [Message(0.0, 0.0)]

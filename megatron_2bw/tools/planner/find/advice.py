@@ -33,10 +33,8 @@ def ranked(search: Search, count: int) -> tuple[list[Plan], int]:
     within = 1 + tie(search.cost.cluster.device.error)
     seconds, plan = fastest[0]
     if not plan.exact:
-        space = search.space.exact
         limit = seconds * (1 + DELAY) * within
-        further = Search(search.cost, space, limit=limit)
-        fastest += itertools.islice(further, count)
+        fastest += itertools.islice(search.exact(limit), count)
     scores = {}
     for seconds, plan in fastest:
         delay = 0 if plan.exact else DELAY

@@ -9,12 +9,13 @@ tightens in steps: shape, stages, schedule, plan, simulation.
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
+from operator import attrgetter
 
 from megatron_2bw.run.flags.correction_notes import most_late, percent_of
-from megatron_2bw.tools.planner.cost.bounds import work_bound
+from megatron_2bw.tools.planner.cost.bounds import lower_bound
 from megatron_2bw.tools.planner.cost.simulated import Cost
 from megatron_2bw.tools.planner.descriptions.plan import Plan, by_fields
 from megatron_2bw.tools.planner.find.legality import (
@@ -22,6 +23,7 @@ from megatron_2bw.tools.planner.find.legality import (
     violations,
 )
 from megatron_2bw.tools.planner.find.space import LEANER, Space
+from megatron_2bw.tools.timelines.simulator import Times
 
 _most_late = lru_cache(most_late)
 
@@ -54,29 +56,45 @@ class Search:
         # plans with equal bounds leave the queue in the order of enumeration
         self._number = itertools.count()
         self._queue = []
+        self._aside = []  # what a call has left for the next
         self.causes = set()
         self.too_large = []
+        for plan in self.shapes():
+            self._put(self._shape_bound(plan), "shape", plan)
 
     def __iter__(self) -> Iterator[tuple[float, Plan]]:
-        """Search, once."""
-        for plan in self.shapes():
-            least = self._shape_bound(plan)
-            self._put(least, "shape", plan)
+        return self.plans(limit=self.limit)
+
+    def exact(self, limit: float = math.inf) -> Iterator[tuple[float, Plan]]:
+        """The plans without late gradients."""
+        if self.space.max_gap is None:  # there all of 2bw are late
+            return iter(Search(self.cost, self.space.exact, limit=limit))
+        return self.plans(attrgetter("exact"), limit)
+
+    def plans(
+        self,
+        wanted: Callable[[Plan], bool] | None = None,
+        limit: float = math.inf,
+    ) -> Iterator[tuple[float, Plan]]:
+        """The wanted plans. The next call continues with the bounds and times of this
+        one, which ends then."""
+        for entry in self._aside:
+            heapq.heappush(self._queue, entry)
+        self._aside = []
         yielded = set()
-        while self._queue:
-            bound, _, state, plan = heapq.heappop(self._queue)
-            if bound >= self.limit:
-                return
+        while self._queue and self._queue[0][0] < limit:
+            entry = heapq.heappop(self._queue)
+            bound, _, state, plan = entry
             if state == "shape":
                 self._divide(plan)
             elif state == "split":
                 for scheduled in self._schedules(plan):
                     least = self._work_bound(scheduled)
                     self._put(least, "schedule", scheduled)
+            elif _key(plan) in yielded or (wanted and not wanted(plan)):
+                self._aside.append(entry)
             elif state == "schedule":
                 self._vary(bound, plan)
-            elif self.distinct and _key(plan) in yielded:
-                continue
             elif state == "ahead":
                 extra = self.cost.extra_warmup(plan)
                 if extra:
@@ -86,7 +104,9 @@ class Search:
                     plan = plan.changed(late=self.cost.enough_late(plan))
                 self._simulate(bound, plan)
             else:
-                yielded.add(_key(plan))
+                self._aside.append(entry)
+                if self.distinct:
+                    yielded.add(_key(plan))
                 yield bound, plan
 
     def _put(self, bound: float, state: str, plan: Plan) -> None:
@@ -183,16 +203,28 @@ class Search:
         return longest / (plan.microbatch * plan.width)
 
     def _work_bound(self, plan: Plan) -> float:
-        """Seconds per sample of the stages' computation and of the end of a batch."""
-        seconds = work_bound(plan, self.cost.stages(plan))
-        reduction, update = self._least_end(plan)
-        if plan.schedule == "2bw":
-            seconds = max(seconds, reduction)
-        else:
-            seconds += update if plan.schedule == "megatron" else update + reduction
-        return seconds / plan.global_batch
+        """Seconds per sample of the stages' computation and of the end of a batch, with
+        any extra warm-up: no message takes time."""
+        works = self.cost.stages(plan)
+        step, update = self._least_end(plan)
+        if plan.pipeline.flushes:
+            step += update
+        if plan.schedule == "megatron":
+            # overlaps a microbatch at both ends of the batch
+            step = max(step - works[0].total, update)
+        none = [0.0] * plan.depth
+        times = Times(
+            forward=[work.forward for work in works],
+            backward=[work.backward for work in works],
+            transfer=none,
+            occupied=none,
+            reduce=none,
+            step=step,
+            overlap_cost=none,
+        )
+        return lower_bound(plan, times) / plan.global_batch
 
-    @by_fields("tensor context expert depth width first last stages")
+    @by_fields("tensor context expert depth width first last stages memory schedule")
     def _least_end(self, plan: Plan) -> tuple[float, float]:
         """The minimum of `Cost.end` over all variants, term by term."""
         ends = map(self.cost.end, self.variants(plan))

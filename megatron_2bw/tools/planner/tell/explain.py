@@ -18,7 +18,6 @@ from megatron_2bw.tools.planner.descriptions.cluster import Link
 from megatron_2bw.tools.planner.descriptions.plan import Plan
 from megatron_2bw.tools.planner.find.advice import tie
 from megatron_2bw.tools.planner.find.search import Search
-from megatron_2bw.tools.planner.find.space import Space
 
 # of the time per sample: what a plan on fewer GPUs, or with less memory left free, must
 # save to be named
@@ -54,19 +53,22 @@ class Result:
     """The estimates of the fastest plans in the order of advice; the first `ties` of
     them tie."""
 
-    cost: Cost
-    space: Space
+    search: Search
     estimates: list[Estimate]
     ties: int = 1
+
+    @property
+    def cost(self) -> Cost:
+        return self.search.cost
 
     @cached_property
     def fastest(self) -> dict[str, Estimate | None]:
         """The fastest plan of 2bw, and the fastest exact one: from the table or by a
         further search."""
-        late = replace(self.space, schedules=("2bw",))
-        found = {"exact": self._best(self.space.exact, True)}
-        if "2bw" in self.space.schedules:
-            found["2bw"] = self._best(late, False)
+        search = self.search
+        found = {"exact": self._best(search.exact(), True)}
+        if "2bw" in search.space.schedules:
+            found["2bw"] = self._best(search.plans(_is_2bw), False)
         return found
 
     @cached_property
@@ -78,17 +80,23 @@ class Result:
             return None
         whole = replace(cost, margin=_least_margin(cost))
         limit = (1 - MIN_GAIN) / self.estimates[0].throughput
-        for _, plan in Search(whole, self.space, limit=limit):
+        for _, plan in Search(whole, self.search.space, limit=limit):
             return whole.estimate(plan)
         return None
 
-    def _best(self, space: Space, exact: bool) -> Estimate | None:
+    def _best(
+        self, plans: Iterator[tuple[float, Plan]], exact: bool
+    ) -> Estimate | None:
         top = max(self.estimates, key=attrgetter("throughput"))
         if top.plan.exact == exact:
             return top
-        for _, plan in Search(self.cost, space):
+        for _, plan in plans:
             return self.cost.estimate(plan)
         return None
+
+
+def _is_2bw(plan: Plan) -> bool:
+    return plan.schedule == "2bw"
 
 
 def _least_margin(cost: Cost) -> float:

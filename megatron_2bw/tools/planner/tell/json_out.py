@@ -16,7 +16,7 @@ def as_json(result: Result) -> dict[str, Any]:
     content = {
         "model": asdict(cost.model),
         "cluster": asdict(cost.cluster),
-        "space": asdict(result.space),
+        "space": asdict(result.search.space),
         "precision": cost.precision,
         "flash": cost.flash,
         "margin": cost.share_left_free,
