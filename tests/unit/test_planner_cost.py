@@ -496,7 +496,7 @@ def test_a_part_of_the_sequences_takes_its_share_of_work_and_memory_where_links_
     # K, V and their gradients, two parts
     assert cost.memory.layer(part)[1] == working + 4 * (2 * 512 * 4 * 64 * 2)
     assert cost.memory.heaviest(part) < cost.memory.heaviest(whole)
-    assert cost._messages(part)[0][1] == approx(cost._messages(whole)[0][1] / 4)
+    assert cost.messages(part)[0][1] == approx(cost.messages(whole)[0][1] / 4)
 
 
 def test_the_ring_of_keys_and_values_takes_what_the_attention_does_not_hide():
