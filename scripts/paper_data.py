@@ -131,7 +131,7 @@ READINGS = [Reading(**entry) for entry in PAPER["readings"]]
 class FreeMessages(Cost):
     """The cost with messages that take no time."""
 
-    def _messages(self, plan: Plan) -> list[Message]:
+    def messages(self, plan: Plan) -> list[Message]:
         return [Message(seconds=0.0, occupied=0.0)] * plan.depth
 
 
