@@ -6,6 +6,7 @@ docs/schedules.md.
 schedules.png is simulated from the lists of actions that the runtime executes; its
 gaps are those of megatron_2bw/run/flags/correction_notes.yaml. results.png shows
 docs/bench/peers.json (docs/efficiency.md has its command).
+first_screen.png is a screenshot of the README in Chromium, 1,280 pixels wide.
 """
 
 import json
