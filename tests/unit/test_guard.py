@@ -24,7 +24,7 @@ def test_the_installed_megatron_has_not_drifted():
 # parameter has both's attributes.) The arguments are checked by the parser.
 OTHERS = """
     self self.working self._proxies self._stage proxies.model neighbours sender receiver write
-    runtime batch torch named args plain norm
+    runtime batch torch _torchs args plain norm
 """.split()
 # "name": of `use_group`, a loop over two names that have rows; data and grad: of torch's
 # parameters; param_groups: of its optimizers; sequence_parallel: Megatron's mark of a
