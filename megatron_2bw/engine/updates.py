@@ -126,7 +126,8 @@ class PerBatch:
         the newest store. `done`: the share of the batch before it whose backwards have
         run.
 
-        Or what does it in the step's thread.
+        Returns None if the weights are written, or a function that writes them in the
+        step's thread.
         """
 
     def end_batch(self, batch: int) -> Any:

@@ -308,8 +308,8 @@ class LateStep(BatchStep):
         return None
 
     def _estimate(self, batch: int, done: float) -> Estimate:
-        """The gradient of `batch` by the part of it that is `done`. With replicas in
-        memory of its own."""
+        """The gradient of `batch` by the part of it that is `done`. With replicas it is
+        a copy, not yet summed over them."""
         slot = self._slots.gradients_of(batch)
         if self._has_replicas:
             slot = slot.twin(Tensor.clone)

@@ -16,7 +16,7 @@ from megatron_2bw.base.errors import file_errors, run_program
 from megatron_2bw.base.files import new_figure, write_figure
 from megatron_2bw.run.flags.plain_torch import PLAIN_TORCH
 from megatron_2bw.run.start.torchrun import log_interval, run_ranks, torchrun
-from megatron_2bw.schedules import Shape
+from megatron_2bw.schedules import SCHEDULE_NAMES, Shape
 from megatron_2bw.tools.data.corpus import build_corpus
 from megatron_2bw.tools.timelines.measured import as_1f1b, last_batches
 from megatron_2bw.tools.timelines.picture import WIDTH, draw_rows
@@ -181,5 +181,7 @@ def tell(options: argparse.Namespace, log: str) -> None:
 def main(argv: list[str] | None = None, prog: str = "megatron-2bw demo") -> int:
     """The exit code: 0, that of the first rank that failed, 2 for a wrong option, 130
     if interrupted."""
-    options = parser_of(prog, __file__).parse_args(argv)
+    parser = parser_of(prog, __file__)
+    parser.add_argument("--schedule", choices=SCHEDULE_NAMES, default="2bw")
+    options = parser.parse_args(argv)
     return run_program(prog, lambda: run_demo(options, prog))

@@ -25,8 +25,8 @@ TOKENS = {
     "megatron_2bw/mcore": 29383,
     "megatron_2bw/run": 21582,
     "megatron_2bw/tools/planner": 32152,
-    "megatron_2bw/tools": 70182,
-    "megatron_2bw": 138560,
+    "megatron_2bw/tools": 70201,
+    "megatron_2bw": 138579,
     "scripts bench": 33873,
     "tests": 140690,
 }

@@ -53,7 +53,7 @@ def mistake(argv: Sequence[str], task: str, world: int) -> str | None:
 
 
 def refuse(line: str) -> NoReturn:
-    """The `stop` of a process that goes on."""
+    """Raise UserError: the `stop` of a caller that continues."""
     raise UserError(line)
 
 

@@ -165,8 +165,8 @@ def as_1f1b(events: Events, shape: Shape) -> Events:
     """The batches of a run in the order of 1F1B: each action takes as long as it did,
     and a message takes no time.
 
-    In 1F1B the first stage is the last one to end a batch, and all stages go on after
-    its step. In the run, too, that step follows its reduction at once.
+    In 1F1B the first stage is the last one to end a batch, and all stages continue
+    after its step. In the run, too, that step follows its reduction at once.
     """
     first = by_stage(events, shape.stages)[0]
     durations = {}
