@@ -43,7 +43,7 @@ from megatron_2bw.mcore.checkpoints.folder import (
     latest_iteration,
     problem,
 )
-from megatron_2bw.run.start.torchrun import ROOT, start, torchrun
+from megatron_2bw.run.start.torchrun import OWN_STORES, ROOT, start, torchrun
 from megatron_2bw.tools.gpu_check.entry import gpt_flags
 
 RANKS = 2  # stages of the pipeline
@@ -98,8 +98,9 @@ class Job:
         words = f"""--rdzv-backend c10d --rdzv-id faults --rdzv-endpoint 127.0.0.1:{free_port()}
             --local-addr 127.0.0.1 --max-restarts {restarts} --monitor-interval 0.1"""
         command = torchrun(RANKS, "gpt", *words.split())
+        stores = OWN_STORES + "=1"
         with open(self._log.name, "a") as log:
-            self.server = start([*command, *argv], log, cwd=ROOT)
+            self.server = start(["env", stores, *command, *argv], log, cwd=ROOT)
 
     def close(self) -> None:
         stop_tree(self.server)
@@ -358,8 +359,7 @@ def main() -> int:
     option("--kills", type=int, default=30)
     option("--seed", type=int, default=1)
     option("--iterations", type=int, help="of the whole run (default: 5 per kill)")
-    formats = tuple(FORMATS)
-    option("--format", choices=formats, default="torch_dist", help="of the checkpoints")
+    option("--format", choices=FORMATS, default="torch_dist", help="of the checkpoints")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="faults_") as folder:
         report = soak(options, Path(folder))

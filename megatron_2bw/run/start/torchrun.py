@@ -15,7 +15,9 @@ from megatron_2bw.base.errors import report_error
 # of the clone, with the entry scripts; of a wheel too
 ROOT = Path(__file__).resolve().parents[3]
 
-# a store for each start of the ranks, with --rdzv-backend c10d
+# A store for each start of the ranks, with --rdzv-backend c10d: its port is chosen long
+# before rank 0 listens there, so another process may have taken it. A run that does not
+# restart keeps torchrun's own store.
 OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
@@ -68,9 +70,9 @@ def run_ranks(prog: str, command: Sequence[str]) -> int:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """A core for each rank, no list of missing libraries, OWN_STORES; what the user has
-    set stays."""
-    defaults = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", OWN_STORES: "1"}
+    """A core for each rank, no list of missing libraries; what the user has set
+    stays."""
+    defaults = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     return defaults | os.environ | more
 
 

@@ -20,7 +20,9 @@ EOF
     echo "node.sh: this torch's torchrun kills ranks 30 s after a signal; SHUTDOWN has no effect" >&2
 fi
 [[ -z $signalled ]] || exit 0
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "$python" -m torch.distributed.run "${shutdown[@]}" "$@" & # Slurm signals the whole process group, the command too
+# A restart needs a store of its own. Its port is chosen long before rank 0 listens there: another process may take it.
+[[ " $* " == *" --max-restarts 0 "* ]] || export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+"$python" -m torch.distributed.run "${shutdown[@]}" "$@" & # Slurm signals the whole process group, the command too
 child=$!
 while [[ -n $interrupted ]]; do # a trapped signal ends `wait` early
     interrupted="" exit_status=0
