@@ -8,7 +8,12 @@ import copy
 import math
 
 from megatron_2bw.base.command_line import table_of
-from megatron_2bw.run.flags.resolve import batch_sizes, prediction, replica
+from megatron_2bw.run.flags.resolve import (
+    batch_sizes,
+    obstacle,
+    prediction,
+    replica,
+)
 from megatron_2bw.run.flags.rule import Args
 from megatron_2bw.schedules import Schedule, TwoBW
 
@@ -41,6 +46,9 @@ def _note(args: Args, schedule: TwoBW, size: int) -> str:
     line += f", {gap(tokens, late / count, correction)}"
     enough = min(stages - 1, count)
     if late >= enough:
+        if args.two_bw_correction == "auto" and args.two_bw_late == "all":
+            if why := obstacle(args, batch_sizes(args)):
+                line += f" (not predicted: {why.partition(':')[0]})"
         return line
     further: int | str = enough
     with_all = copy.copy(args)

@@ -70,8 +70,7 @@ def translate(args: Args) -> list[str]:
             "> --two-bw-correction extrapolate has another name now: "
             f"--two-bw-correction {text}"
         )
-    rampup = use_rampup(args)
-    if rampup is not None:
+    if rampup := use_rampup(args):
         lines.append(rampup)
     return lines
 

@@ -37,6 +37,8 @@ DECAYS = {
 # updates that `auto` looks ahead if some microbatches are late; it lowers the noise
 # (docs/convergence.md)
 AHEAD = 0.25
+# the optimizers for which `auto` predicts weights (docs/convergence.md)
+PREDICTED = ("adam", "muon")
 # updates beyond the predicted weights, with `predict` (docs/convergence.md)
 PREDICTED_AHEAD = 0.5
 # below it `auto` adds the best factor of a gradient of pure noise, the momentum
@@ -134,14 +136,11 @@ def _correction(args: Args, schedule: Schedule) -> Callable[[int], Correction] |
 
 
 def prediction(args: Args) -> Correction | None:
-    """The correction of `predict`, which `auto` is where it can be and all microbatches
-    are late; else None."""
+    """The correction of `predict`, and of `auto` where it predicts; else None."""
     text = args.two_bw_correction
     if text.startswith("predict"):
         return correction_of(text)
-    if text != "auto" or args.optimizer != "adam":
-        return None
-    if obstacle(args, batch_sizes(args), _prediction_lead(args)) is None:
+    if text == "auto" and obstacle(args, batch_sizes(args)) is None:
         return correction_of("predict")
     return None
 
@@ -152,13 +151,18 @@ def _prediction_lead(args: Args) -> int:
     return LEAD if args.world_size > ranks else 0
 
 
-def obstacle(args: Args, sizes: list[int], lead: int = 0) -> str | None:
-    """Why the weights of late microbatches cannot be predicted, in batches of these
-    sizes and `lead` microbatches early; None if they can."""
+def obstacle(args: Args, sizes: list[int]) -> str | None:
+    """Why the weights of late microbatches cannot be predicted in batches of these
+    sizes, or why `auto` does not; None if they are."""
     if args.two_bw_late != "all":
         return "it needs --two-bw-late all: add it"
+    lead = 0
+    if args.two_bw_correction == "auto":
+        if args.optimizer not in PREDICTED:
+            return f"--optimizer {args.optimizer} was not measured: use predict"
+        lead = _prediction_lead(args)
     if args.optimizer == "soap":
-        return "it has no prediction for --optimizer soap: use auto"
+        return "--optimizer soap has no prediction: use auto"
     if args.two_bw_memory == "host":
         return "the moments of --two-bw-memory host are not on the device: use auto"
     stages = args.pipeline_model_parallel_size
@@ -168,8 +172,8 @@ def obstacle(args: Args, sizes: list[int], lead: int = 0) -> str | None:
         count = size // (replica(args) or 1)
         if count <= ahead:
             return (
-                "the first stage has no gradient before the next batch begins: use "
-                f"{ahead + 1} or more microbatches, or auto"
+                f"with {ahead} microbatches or fewer the first stage has no gradient "
+                "before the next batch begins: use more, or auto"
             )
     return None
 

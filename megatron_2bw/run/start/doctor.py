@@ -73,11 +73,12 @@ def findings() -> Iterator[Finding]:
     available = psutil.virtual_memory().available / 2**30
     yield Finding(OK, "memory available", f"{available:.0f} GiB")
     shared = shutil.disk_usage("/dev/shm").total / 2**30
+    verdict = OK
+    meaning = ""
     if shared < 1:
-        few = "too little for the workers of data loaders: docker run --shm-size 8g"
-        yield Finding(NOTE, "/dev/shm", f"{shared:.1f} GiB", few)
-    else:
-        yield Finding(OK, "/dev/shm", f"{shared:.1f} GiB")
+        verdict = NOTE
+        meaning = "too little for the workers of data loaders: docker run --shm-size 8g"
+    yield Finding(verdict, "/dev/shm", f"{shared:.1f} GiB", meaning)
     cuda = torch.version.cuda
     if not torch.cuda.device_count():
         meaning = f"runs compute on the CPU over gloo (torch's CUDA: {cuda or 'none'})"

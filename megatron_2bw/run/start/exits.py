@@ -50,23 +50,20 @@ def leave(error: Exception, flush: Callable | None = None) -> NoReturn:
     flush: called after the report; the process ends within GRACE seconds in any case.
     """
     rank = os.environ.get("RANK", "0")
+    why = ""
     if is_peer_failure(error):
         time.sleep(PATIENCE)
         line = one_line(error)
-        print(
-            f"{program()}: rank {rank} ends: another rank has ended or does not answer ({line})",
-            file=sys.stderr,
-        )
+        why = f": another rank has ended or does not answer ({line})"
     elif isinstance(error, UserError):
         report_error(program(), error)
     else:
         screen.record(error)
-        last = one_line(traceback.format_exception_only(error)[-1])
+        line = one_line(traceback.format_exception_only(error)[-1])
         where = f" (traceback: {screen.place()})" if screen.place() else ""
-        print(
-            f"{program()}: rank {rank} ends with an exception: {last}{where}",
-            file=sys.stderr,
-        )
+        why = f" with an exception: {line}{where}"
+    if why:
+        print(f"{program()}: rank {rank} ends{why}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     # the kernel ends the process then, even if Python waits

@@ -16,12 +16,7 @@ class FirstPlan:
     flags: list[str]
     mock_data: list[str]
     save_interval: list[str]
-    sizes: dict[str, Any]
-
-    @property
-    def gpus(self) -> int:
-        sizes = self.sizes
-        return sizes["tensor"] * sizes["context"] * sizes["depth"] * sizes["width"]
+    gpus: int
 
 
 def first_plan(content: Any) -> FirstPlan:
@@ -35,5 +30,5 @@ def first_plan(content: Any) -> FirstPlan:
         flags=[*map(str, words)],
         mock_data=[*map(str, run["data"])],
         save_interval=["--save-interval", str(plan["save_interval"])],
-        sizes=plan,
+        gpus=plan["tensor"] * plan["context"] * plan["depth"] * plan["width"],
     )

@@ -156,7 +156,6 @@ def flags_of_plan(
     """The flags of a plan's entries, and its number of GPUs."""
     try:
         plan = first_plan(content)
-        gpus = plan.gpus
     except (LookupError, TypeError):
         raise UserError(
             f"{path}: it is no plan of this release: make it with megatron-2bw plan --json"
@@ -171,7 +170,7 @@ def flags_of_plan(
         if "--mock-data" not in typed_flags:
             print("> no --data-path: training on mock data, random tokens", flush=True)
         words += plan.mock_data
-    return words, gpus
+    return words, plan.gpus
 
 
 # --- ranks
@@ -204,9 +203,7 @@ def _run(
     command = torchrun(nproc, options.task, *place)
     if options.dry_run:
         return _dry_run(command, flags, nproc * hosts)
-    processes = f"{nproc} processes" if nproc > 1 else "1 process"
-    others = f", {hosts} hosts" if hosts > 1 else ""
-    print(f"> {processes} on this host{others}", flush=True)
+    print(f"> hosts: {hosts}, processes on this one: {nproc}", flush=True)
     status = run_ranks(prog, [*command, *flags])
     if options.rehearse and status == 0:
         print("> --rehearse: the job starts and computes; nothing was saved")
