@@ -54,8 +54,7 @@ demo: install
 PYTEST := $(PYTHON) -m pytest --durations=10
 TWO := -n 2 --dist worksteal
 
-OF_THE_RULE := $(patsubst %,tests/distributed/test_%.py,update_rule equivalence late_step runtime correction draws bert \
-    optimizers plain_torch)
+OF_THE_RULE := $(patsubst %,tests/distributed/test_%.py,update_rule equivalence late_step runtime correction draws)
 
 test: install
 	$(PYTEST) $(TWO) tests/unit
