@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from megatron_2bw.base import run_log
 
 SHOWN = re.compile(
-    r"> (--[\w-]+|[\w.=-]+:|on the CPU:|rank \d|\d+ process)"  # of this project
+    r"> (--[\w-]+|[\w.=-]+:|on the CPU:|rank \d)"  # of this project
     r"|(\[rank\d+\]: *)?([\w.-]+: (error:|rank "
     r"\d)|[\w.]*(Error|Exception|Interrupt|Exit)\b|ERROR:|CRITICAL:)"
     # of Megatron
