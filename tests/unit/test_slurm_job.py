@@ -128,6 +128,10 @@ plans:
   - flags: [--pipeline-schedule, 2bw, --fp16]
     training: [--train-iters, 7]
     save_interval: 20
+    tensor: 1
+    context: 1
+    depth: 8
+    width: 2
 """
 
 
