@@ -8,7 +8,7 @@ WANTED := $(shell cat .python-version)
 help:
 	@echo "make install   .venv with all that is needed (about 6 GB, a few minutes)"
 	@echo "make demo      train a small GPT with 2BW on two processes (two to three minutes)"
-	@echo "make test      unit tests, and tests with several processes for each claim about the update rule (five minutes on two cores)"
+	@echo "make test      unit tests, and tests with several processes for each claim about the update rule (four minutes on two cores)"
 	@echo "make test-rest  all other tests that need nothing but .venv (nine minutes); make test-all runs both"
 	@echo "make test-docs  run the commands of docs/quick_start.md and docs/data.md as they stand there (three minutes)"
 	@echo "make test-device  torch's CUDA path on a stand-in for the GPU (six minutes; needs g++)"
@@ -54,7 +54,7 @@ demo: install
 PYTEST := $(PYTHON) -m pytest --durations=10
 TWO := -n 2 --dist worksteal
 
-OF_THE_RULE := $(patsubst %,tests/distributed/test_%.py,update_rule equivalence late_step runtime correction draws)
+OF_THE_RULE := $(patsubst %,tests/distributed/test_%.py,update_rule equivalence correction)
 
 test: install
 	$(PYTEST) $(TWO) tests/unit
