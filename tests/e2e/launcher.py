@@ -81,7 +81,7 @@ def start(
     """The processes of `torchrun`, started; `end` must follow."""
     command = [*ranks_of(ranks, script=script), *map(str, flags)]
     return start_command(
-        command, cwd=cwd, stderr=subprocess.PIPE, env=environment(**variables)
+        command, cwd=cwd, stderr=subprocess.PIPE, env=environment() | variables
     )
 
 

@@ -23,10 +23,10 @@ TOKENS = {
     "megatron_2bw/schedules": 4939,
     "megatron_2bw/engine": 8027,
     "megatron_2bw/mcore": 29383,
-    "megatron_2bw/run": 21582,
+    "megatron_2bw/run": 21563,
     "megatron_2bw/tools/planner": 32152,
     "megatron_2bw/tools": 70201,
-    "megatron_2bw": 138579,
+    "megatron_2bw": 138560,
     "scripts bench": 33873,
     "tests": 140690,
 }

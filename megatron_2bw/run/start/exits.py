@@ -60,8 +60,9 @@ def leave(error: Exception, flush: Callable | None = None) -> NoReturn:
     else:
         screen.record(error)
         line = one_line(traceback.format_exception_only(error)[-1])
-        where = f" (traceback: {screen.place()})" if screen.place() else ""
-        why = f" with an exception: {line}{where}"
+        why = f" with an exception: {line}"
+        if place := screen.place():
+            why += f" (traceback: {place})"
     if why:
         print(f"{program()}: rank {rank} ends{why}", file=sys.stderr)
     sys.stdout.flush()

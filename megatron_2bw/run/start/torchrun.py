@@ -69,11 +69,11 @@ def run_ranks(prog: str, command: Sequence[str]) -> int:
     return 0
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """A core for each rank, no list of missing libraries; what the user has set
     stays."""
     defaults = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    return defaults | os.environ | more
+    return defaults | os.environ
 
 
 def shared_store() -> str | None:
