@@ -134,7 +134,7 @@ def everything(cost: Cost, space: Space) -> Iterator[Plan]:
                 for name in space.schedules
                 for count in chunks.get(name, (1, 2))
             ],
-            {"two-slots", "one-slot"},
+            {"two-slots", "one-slot", space.memory[0]},
             space.distributed_optimizer,
             space.pipeline_inside,
             split_kinds,
@@ -179,7 +179,7 @@ def everything(cost: Cost, space: Space) -> Iterator[Plan]:
                 plan = leaner(cost, space, in_rounds(cost, late))
                 if plan.late != 0:  # else it has two versions for nothing
                     yield plan
-                yield from further_ahead(cost, plan) if space.extra_warmup else ()
+                yield from further_ahead(cost, plan)
 
 
 def without_last(layers: int, depth: int) -> list[tuple[int, ...]]:
@@ -307,6 +307,7 @@ def is_double(plan: Plan, cost: Cost, space: Space) -> bool:
     same_order = layout(*sizes, False, servers, plan.context) == layout(
         *sizes, True, servers, plan.context
     )
+    other = replace(plan, distributed_optimizer=space.distributed_optimizer[0])
     by_layers = plan.recompute_layers > 1 and "full" in space.recompute
     return (
         (
@@ -314,11 +315,7 @@ def is_double(plan: Plan, cost: Cost, space: Space) -> bool:
             and (plan.depth == 1 or cost.fits(replace(plan, recompute_layers=1)))
         )
         or (same_order and plan.pipeline_inside != space.pipeline_inside[0])
-        or (
-            plan.replicas == 1
-            and plan.distributed_optimizer != space.distributed_optimizer[0]
-            and (plan.schedule == "2bw" or plan.memory == "two-slots")
-        )
+        or (plan.replicas == 1 and plan != other and legal(cost, other))
         or (
             plan.depth == 1
             and plan.schedule in ("pipedream-flush", "gpipe", "no-pipelining")
@@ -375,7 +372,7 @@ SPACES = {
     ),
     "even splits, pipeline inside": (
         Cost(tiny(8), slow(2, 4), "bf16"),
-        Space(32, uneven=False, pipeline_inside=(True,), memory=("one-slot",)),
+        Space(32, uneven=False, pipeline_inside=(True,), memory=("shard",)),
     ),
 }
 

@@ -126,10 +126,8 @@ class Search:
             self._put(self._split_bound(split), "split", split)
 
     def _vary(self, bound: float, scheduled: Plan) -> None:
-        """Enter the variants of a schedule, if it is legal."""
-        if not self._legal(scheduled):
-            return
-        for variant in self.variants(scheduled):
+        """Enter the legal variants of a schedule."""
+        for variant in filter(self._legal, self.variants(scheduled)):
             plan = self._leaner(variant)
             # Without extra warm-up pipedream-flush is the same with less memory.
             if plan.late != 0:
@@ -414,13 +412,13 @@ class Search:
 
     def _optimizers(self, plan: Plan) -> tuple[bool, ...]:
         choices = self.space.distributed_optimizer
-        return choices[:1] if plan.replicas == 1 else choices
+        if plan.replicas == 1 and plan.memory != "shard":
+            return choices[:1]
+        return choices
 
 
 def _key(plan: Plan) -> tuple[int, int, int, int, str]:
-    schedule = plan.schedule
-    if schedule == "pipedream-flush":
-        schedule = "megatron"
+    schedule = plan.schedule.replace("pipedream-flush", "megatron")
     return plan.tensor, plan.context, plan.depth, plan.width, schedule
 
 
@@ -434,8 +432,8 @@ def _ends(layers: int, longest: int) -> Iterator[tuple[int, int]]:
 
 def _divisors(number: int, allowed: tuple[int, ...] | None) -> list[int]:
     divisors = []
-    for k in range(1, number + 1):
-        if number % k == 0 and (allowed is None or k in allowed):
+    for k in allowed or range(1, number + 1):
+        if number % k == 0:
             divisors.append(k)
     return divisors
 
