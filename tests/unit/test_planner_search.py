@@ -542,17 +542,8 @@ def planned(
     more = 0 if virtual > 1 else draw(st.integers(0, depth))
     extra = ()
     if ahead and schedule == "2bw" and depth > 1:
-        extra = draw(
-            st.sampled_from(
-                [
-                    (),
-                    (1,),
-                    (2,),
-                    tuple(draw(st.integers(0, 2)) for _ in range(depth - 1)),
-                ]
-            )
-        )
-        more += sum(extra) * (depth - 1 if len(extra) == 1 else 1)
+        extra = draw(st.tuples(*[st.integers(0, 2)] * (depth - 1)))
+        more += sum(extra)
     microbatches = depth * draw(st.integers(1, rounds)) + more
     size = (
         draw(st.none() | st.integers(1, microbatches)) if schedule == "gpipe" else None
@@ -574,7 +565,9 @@ def planned(
         *ends,
     )
     divided = tensor > 1 and draw(st.booleans())
-    plan = Plan(*sizes, *choices, draw(st.booleans()), divided, extra, gpipe_round=size)
+    late = draw(st.none() | st.integers(0, microbatches))
+    inside = draw(st.booleans())
+    plan = Plan(*sizes, *choices, inside, divided, extra, late, gpipe_round=size)
     assume(legal(cost, plan))
     return cost, plan
 

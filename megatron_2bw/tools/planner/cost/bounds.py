@@ -33,8 +33,7 @@ def _with_flush(plan: Plan, times: Times) -> float:
     # A stage starts when the first microbatch reaches it, and its last gradient still
     # passes all stages before it.
     down = up = bound = 0.0
-    stages = zip(times.forward, times.backward, times.reduce)
-    for f, b, own in stages:
+    for f, b, own in zip(times.forward, times.backward, times.reduce):
         work = plan.microbatches * (f + b)
         reduced = max(own, up + times.reduce[0])
         bound = max(bound, down + work + reduced)
@@ -79,25 +78,20 @@ def _chain_of_flush(plan: Plan, times: Times) -> float:
 
 def _without_flush(plan: Plan, times: Times) -> float:
     microbatches = plan.microbatches
-    transfer = times.transfer
     work = [*map(operator.add, times.forward, times.backward)]
-    ahead = [0]
-    for extra in reversed(plan.extra):
-        ahead.insert(0, ahead[0] + 1 + extra)
+    ahead = [plan.pipeline.ahead(plan.shape, s) for s in range(plan.depth)]
     # Of k successive stages the first is some microbatches ahead of the last: k - 1
     # without extra warm-up. They hold one more than that at a time, so each microbatch
     # passes down and back within as many periods.
-    whole = sum(work) + 2 * sum(transfer[:-1])
-    together = ahead[0] + 1
-    period = max(whole / together, *times.occupied[:-1], 0.0)
+    whole = sum(work) + 2 * sum(times.transfer[:-1])
+    period = max(whole / (ahead[0] + 1), *times.occupied[:-1], 0.0)
     for stage in range(plan.depth - 1):
-        pair = work[stage] + work[stage + 1] + 2 * transfer[stage]
+        pair = work[stage] + work[stage + 1] + 2 * times.transfer[stage]
         together = ahead[stage] - ahead[stage + 1] + 1
         period = max(period, pair / together)
     bound = microbatches * period
     for own, cost in zip(work, times.overlap_cost):
-        busy = microbatches * own + cost
-        bound = max(bound, busy)
+        bound = max(bound, microbatches * own + cost)
     if plan.pipeline.late_step:
         bound = max(bound, _chain_of_step(plan, times, ahead))
         if plan.late is not None and plan.late < microbatches:
@@ -105,7 +99,11 @@ def _without_flush(plan: Plan, times: Times) -> float:
     return bound
 
 
-def _chain_of_fresh(plan: Plan, times: Times, work: list[float]) -> float:
+def _chain_of_fresh(
+    plan: Plan,
+    times: Times,
+    work: list[float],
+) -> float:
     """From step to step: the microbatches that are not late begin after the one, and
     the other waits for their gradients."""
     down = _sums(times.forward, times.transfer)
@@ -117,7 +115,11 @@ def _chain_of_fresh(plan: Plan, times: Times, work: list[float]) -> float:
     return longest + times.reduce[0] + times.step
 
 
-def _chain_of_step(plan: Plan, times: Times, ahead: list[int]) -> float:
+def _chain_of_step(
+    plan: Plan,
+    times: Times,
+    ahead: list[int],
+) -> float:
     """The chain through a step that spans all stages. It completes after the last
     stage's reduction."""
     backward = times.backward
@@ -127,15 +129,14 @@ def _chain_of_step(plan: Plan, times: Times, ahead: list[int]) -> float:
     bound = 0.0
     for s, reduce in enumerate(times.reduce):
         work = times.forward[s] + backward[s]
-        below = above[last] - above[s]
-        if s < last:
-            below += backward[last] - backward[s]
+        below = above[last] - above[s] + (backward[last] - backward[s])
         if plan.memory == "one-slot":
-            # the first backward of the next batch, on the last stage first
-            reduced = max(reduce, above[s] + times.reduce[0])
-            busy = plan.microbatches * work
-            chain = below + busy - times.forward[s]
-            bound = max(bound, chain + reduced + times.step)
+            # the first backward of the next batch, on the last stage first; of that
+            # batch only late microbatches run before the step
+            waiting = 1 + ahead[s] - plan.pipeline.crossing(plan.shape, s, 1)
+            chain = below + plan.microbatches * work - waiting * times.forward[s]
+            chain += max(reduce, above[s] + times.reduce[0])
+            bound = max(bound, chain + times.step)
         else:
             # the last backward of the next batch; and, in two periods, the batch after
             # that, m + w pairs
