@@ -131,7 +131,13 @@ def test_the_gaps_that_a_run_prints_are_those_of_the_records(tokens, records):
 
 
 @pytest.mark.parametrize(
-    "record, tokens", [("predict512", 512), ("predict2k", 2048), ("predict8k", 8192)]
+    "record, tokens",
+    [
+        ("predict512", 512),
+        ("predict2k", 2048),
+        ("predict8k", 8192),
+        ("predict32k", 32768),
+    ],
 )
 def test_the_gaps_with_predicted_weights_are_those_of_the_records(record, tokens):
     content = json.loads((DOCS / f"convergence/{record}.json").read_text())
